@@ -1,0 +1,38 @@
+"""Time as the engine reads it: one interface, a real clock and one that tests and the simulator move by hand."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic integer microseconds. Calendar time never enters the engine."""
+
+    def now_us(self) -> int:
+        """Microseconds since an arbitrary start; never goes back."""
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now_us(self) -> int:
+        return time.monotonic_ns() // 1000
+
+
+class VirtualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start_us: int = 0) -> None:
+        self._now_us = start_us
+
+    def now_us(self) -> int:
+        return self._now_us
+
+    def advance(self, by_us: int) -> None:
+        """Move forward. Raises ValueError for a negative step."""
+        if by_us < 0:
+            raise ValueError(f"a clock cannot go back ({by_us} us)")
+        self._now_us += by_us
+
+    def advance_to(self, at_us: int) -> None:
+        """Move forward to `at_us`, or stay when that is already past."""
+        self._now_us = max(self._now_us, at_us)

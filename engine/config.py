@@ -1,0 +1,26 @@
+"""The engine's settings: one frozen value, read once at start."""
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the engine process is started with. Passed as one JSON document on its command line."""
+
+    kind: str = "torch"  # torch or sim
+    model: str = "smollm2-135m"  # a built-in name or a directory
+    policy: str = "eg-mlfq"  # eg-mlfq or fcfs
+    dtype: str = "auto"  # auto, float32, bfloat16
+    device: str = "auto"  # auto, cpu, cuda
+    num_threads: int = 0  # 0: cores - 1, at least 1
+    max_batch_size: int = 64  # slots: rows of one step
+    max_batch_tokens: int = 2048  # tokens of one step
+    prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of this position
+    block_size: int = 16  # tokens of one KV block
+    kv_memory_bytes: int = 2 * 1024**3
+    host_kv_memory_bytes: int = 4 * 1024**3  # no effect until swapping lands
+    max_queued_requests: int = 4096  # more are refused with queue_full
+    max_outbox_bytes: int = 4 * 1024**2  # unsent events; above it steps wait
+    levels: int = 8
+    fairness_window_ms: int = 1000  # tau_f
+    deterministic: bool = False
+    cache_dir: str = ""  # "" is ~/.cache/terazi

@@ -1,0 +1,178 @@
+"""The engine's wire: msgspec structs, MessagePack, one length-prefixed frame each (4 bytes, big endian).
+
+Gateway to engine: ConfigureTeams, Submit, Abort. Engine to gateway: Hello first, then StepDone (one for each step,
+carrying all its token events), ServiceSamples once a second, Refused for a Submit the engine cannot take.
+All times are integer microseconds; `*_us` of a request are on the engine's monotonic clock unless they say otherwise.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # always set: the gateway draws one when the caller gives none
+    max_tokens: int = 16  # clamped to context and KV pool by the gateway
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class TeamEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """policies.TeamTerms on the wire."""
+
+    team_id: int
+    weight: int
+    start_level: int
+    starving_after_us: int
+    promotion_burst_grants: int
+
+
+class ConfigureTeams(msgspec.Struct, frozen=True, tag="teams"):
+    """The whole table of teams; comes right after Hello and again at each change."""
+
+    teams: tuple[TeamEntry, ...]
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """One request. The engine answers with token events or one Refused."""
+
+    request_id: str
+    team_id: int
+    start_level: int = 0
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_queue_us: int = 0  # finish with "timeout" when not started by then; 0 is no limit
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The caller has left. Unknown ids are ignored (it may just have finished)."""
+
+    request_id: str
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway must know of the model being served."""
+
+    name: str
+    path: str  # directory with config.json, tokenizer.json and the chat template
+    vocab_size: int
+    context_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_threads: int = 1
+
+
+class ProfileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """policies.StepProfile on the wire."""
+
+    fixed_us: float
+    prefill_token_us: float
+    prefill_attention_us: float
+    decode_row_us: float
+    decode_context_us: float
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first message of the engine on every connection."""
+
+    protocol_version: int
+    engine_id: str
+    epoch: int  # raised at each start of this engine
+    pid: int
+    kind: str  # "torch" or "sim"
+    policy: str
+    model: ModelInfo
+    profile: ProfileInfo
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_batch_size: int
+    max_batch_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's end: everything its ledger row needs from the engine."""
+
+    request_id: str
+    reason: FinishReason
+    message: str = ""  # for "error"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    device_us: int = 0  # sum of its charges
+    queued_us: int = 0  # arrival to first step; to the end if it never ran
+    first_token_us: int = 0  # arrival to first token; 0 if none
+    total_us: int = 0  # arrival to end
+    level_path: tuple[int, ...] = ()  # levels in the order visited
+    num_preemptions: int = 0  # times it lost its slot before its end
+    num_swaps: int = 0
+    num_recomputes: int = 0
+    num_promotions: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, with its charge so far."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    device_us: int  # cumulative
+    level: int
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One step's whole outcome, in one message."""
+
+    step_id: int
+    duration_us: int
+    tokens: tuple[TokenEvent, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """A Submit that was not taken; nothing was booked. `code` is an error.code of docs/reference.md."""
+
+    request_id: str
+    code: str  # context_length_exceeded, queue_full, draining, invalid_request
+    message: str
+
+
+class TeamSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One team over one interval (about a second). Deltas, except waiting, running and the lags."""
+
+    team_id: int
+    served_us: int
+    entitled_us: int
+    backlogged_ms: int
+    waiting: int
+    running: int
+    lag_min_us: float
+    lag_max_us: float
+    promotions: int = 0
+    bytes_swapped_out: int = 0
+    bytes_swapped_in: int = 0
+
+
+class ServiceSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
+    """What each active team got in the last interval."""
+
+    interval_ms: int
+    teams: tuple[TeamSample, ...]
+
+
+FromGateway = ConfigureTeams | Submit | Abort
+FromEngine = Hello | StepDone | Refused | ServiceSamples

@@ -1,0 +1,52 @@
+"""What one step does and what came of it: the frozen values between scheduler and runner."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: feed `token_ids` at positions start, start+1, ... and maybe sample the next one.
+
+    A decode row feeds exactly one token that was generated before; every other row is a chunk of prompt (or, after a
+    recompute, of prompt plus generated tokens).
+    """
+
+    seq_id: int
+    is_decode: bool
+    start: int  # tokens whose KV is already in the blocks
+    token_ids: Sequence[int]
+    block_table: Sequence[int]  # device block ids, enough for start + len(token_ids) tokens
+    samples: bool  # the row's last position yields a token
+    sampling: SamplingParams
+    num_generated: int  # tokens generated so far; the new token's absolute position is start + len(token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One sequence's blocks to move: pairs of (source block, destination block)."""
+
+    seq_id: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: who runs, which blocks are copied. Copies out run before the forward pass, copies in before it too."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    copies_out: tuple[BlockCopy, ...] = ()
+    copies_in: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a runner returns for a plan."""
+
+    step_id: int
+    duration_us: int  # measured (or simulated) time of the step: copies, forward pass, sampling
+    token_ids: Mapping[int, int]  # seq_id -> sampled id, for the rows that sample
+    failed: Mapping[int, str] = field(default_factory=dict)  # seq_id -> why this row alone failed

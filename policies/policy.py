@@ -1,0 +1,47 @@
+"""The seam between deciding and doing: a policy ranks sequences, the scheduler packs them into a step.
+
+One step is: `begin(now)`, then `best()` followed by exactly one of `take` or `refuse`, again and again until `best()`
+returns None or the step is full, then, once the step has run, `settle(...)`. `leave` may come between steps only.
+A policy has no I/O, no clock and no randomness: the same calls give the same answers.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from policies.sequences import SequenceTerms, Served, TeamService, TeamTerms
+
+
+class Policy(Protocol):
+    """Orders sequences. The scheduler owns statuses, blocks and slots; the policy owns levels, quanta and lag."""
+
+    name: str
+
+    def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
+        """Replace the table of teams. Teams that vanish keep their terms until their last sequence leaves."""
+
+    def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
+        """Take in a new sequence and return the level it joins. Raises KeyError for an unknown team."""
+
+    def begin(self, now_us: int) -> None:
+        """Start picking for one step: every live sequence is a candidate again."""
+
+    def best(self) -> int | None:
+        """The seq_id to try next in this step, or None when no candidate is left. Does not change state."""
+
+    def take(self, seq_id: int, work_us: int) -> None:
+        """`seq_id` (the last `best()`) runs in this step, doing `work_us` of stand-alone work."""
+
+    def refuse(self, seq_id: int) -> None:
+        """`seq_id` (the last `best()`) cannot run in this step: its blocks are missing or on their way."""
+
+    def settle(self, served: Sequence[Served], now_us: int) -> None:
+        """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran."""
+
+    def leave(self, seq_id: int, now_us: int) -> None:
+        """`seq_id` finished or was aborted; also for one that never ran."""
+
+    def level(self, seq_id: int) -> int:
+        """The present level of a live sequence."""
+
+    def team_service(self) -> list[TeamService]:
+        """Running totals of every team that was ever active, by team_id."""

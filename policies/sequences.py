@@ -1,0 +1,56 @@
+"""What a policy sees of sequences and teams: values in, never objects it could change.
+
+All times are integer microseconds on the scheduler's clock, work is integer microseconds of *stand-alone* device time
+(from the step profile), cost is integer microseconds of *charged* device time. Integers make schedules exact and
+replayable: with floats 86 of 300 reference schedules differed.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TeamTerms:
+    """What a team's tier gives it. Changes only by `Policy.configure` (a logged reload)."""
+
+    team_id: int
+    weight: int = 1  # phi, a positive integer
+    start_level: int = 0  # delta, the least level its sequences join
+    starving_after_us: int = 1_000_000  # alpha
+    promotion_burst_grants: int = 4  # sigma_g in grants of G work-microseconds each
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTerms:
+    """One sequence at its arrival. `seq_id` is unique for the life of the engine."""
+
+    seq_id: int
+    team_id: int
+    prompt_len: int  # tokens
+    cached_len: int  # tokens of the prompt whose KV is already there
+    prefill_work_us: int  # t_p(prompt - cached): decides the join level
+    start_level: int  # the caller's floor; the policy takes the larger of this and the team's
+    arrival_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one sequence did in one executed step."""
+
+    seq_id: int
+    work_us: int  # stand-alone work of the tokens computed
+    cost_us: int  # its part of the step's measured time; all parts of a step sum to the step
+    has_generated: bool  # it has produced at least its first token, this step included
+
+
+@dataclass(frozen=True, slots=True)
+class TeamService:
+    """One team's running totals, as the once-a-second service sample reads them."""
+
+    team_id: int
+    served_us: int  # cumulative cost charged
+    entitled_us: int  # cumulative max-min entitlement while active
+    backlogged_us: int  # cumulative time it had a sequence left waiting in a step
+    waiting: int  # sequences not in the latest step
+    running: int  # sequences in the latest step
+    lag: float  # D, in cost-microseconds per unit of weight, above the least of the able teams
+    promotions: int = 0

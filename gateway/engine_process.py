@@ -1,0 +1,150 @@
+"""The engine as a child process: start it, know when it listens, know when it died, stop it.
+
+The child's stdin is a pipe that this process holds: when it closes (also by SIGKILL of this process), the engine ends.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config import EngineConfig
+
+# A Unix socket's path is limited to 107 bytes on Linux.
+MAX_SOCKET_PATH_BYTES = 100
+_TAIL_LINES = 20
+
+
+class EngineStartError(Exception):
+    """The engine process did not come up; the text is its own clear line."""
+
+
+def socket_path_for(data_dir: Path) -> Path:
+    """Where this server's engine listens: DATA_DIR/run/engine.sock, or a short private directory if that is too long.
+
+    The engine keeps its epoch beside the socket, so a long data directory gets the same short path at each start.
+    """
+    path = data_dir / "run" / "engine.sock"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
+        path = Path(tempfile.gettempdir()) / f"terazi-{os.getuid()}-{digest}" / "engine.sock"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid != os.getuid():
+        raise EngineStartError(f"{path.parent} belongs to another user; set TMPDIR or use a shorter --data-dir")
+    path.parent.chmod(0o700)
+    return path
+
+
+class EngineProcess:
+    """One run of `python -m engine.service`. Not reusable: a restart is a new object."""
+
+    def __init__(self, config: EngineConfig, socket_path: Path) -> None:
+        self._config = config
+        self._socket_path = socket_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._listening: asyncio.Future[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None before the start."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the process and wait until it listens. Raises EngineStartError with the engine's own reason."""
+        command = [sys.executable, "-m", "engine.service", "--socket", str(self._socket_path)]
+        command += ["--config", msgspec.json.encode(self._config).decode(), "--parent-stdin"]
+        environment = dict(os.environ)
+        # Spinning OpenMP threads would take the gateway's core; cores - 1 threads are the engine's own default.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._listening = asyncio.get_running_loop().create_future()
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=1 << 20,
+            start_new_session=True,  # Ctrl-C in a terminal goes to the gateway alone, which drains
+        )
+        self._readers = [asyncio.create_task(self._read_stdout()), asyncio.create_task(self._read_stderr())]
+        exited = asyncio.create_task(self._process.wait())
+        waited: set[asyncio.Future[Any]] = {self._listening, exited}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exited.cancel()
+        if not self._listening.done():
+            code = await self.wait()
+            raise EngineStartError(self._why(code))
+
+    async def wait(self) -> int:
+        """Wait for the end and return the exit code (negative: a signal)."""
+        assert self._process is not None, "start first"
+        code = await self._process.wait()
+        for reader in self._readers:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(reader), 1.0)
+        return code
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Close its stdin, wait, then kill. Returns when the process is gone."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), grace_seconds)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    @property
+    def _is_listening(self) -> bool:
+        return self._listening is not None and self._listening.done()
+
+    def last_words(self) -> str:
+        """The last line of its stderr, for a log line about its death."""
+        return self._stderr_tail[-1] if self._stderr_tail else ""
+
+    def _why(self, code: int) -> str:
+        for line in reversed(self._stderr_tail):
+            if line.startswith("terazi-engine:"):
+                return line.removeprefix("terazi-engine:").strip()
+        end = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the engine process ended with {end}" + (f": {self.last_words()}" if self._stderr_tail else "")
+
+    async def _read_stdout(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        assert self._listening is not None
+        async for raw in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                event = json.loads(raw)
+                if isinstance(event, dict) and event.get("event") == "listening" and not self._listening.done():
+                    self._listening.set_result(None)
+
+    async def _read_stderr(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        async for raw in self._process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            if line:
+                self._stderr_tail.append(line)
+                # Until it listens, its own error line is the reason that `start` raises: not printed twice.
+                if self._is_listening or not line.startswith("terazi-engine:"):
+                    print(line, file=sys.stderr, flush=True)

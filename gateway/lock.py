@@ -1,0 +1,137 @@
+"""The data directory of one server: who holds it, and the two files by which the CLI finds that server.
+
+    DATA_DIR/lock         locked (flock) while a server or a writing command runs; holds its process id
+    DATA_DIR/admin.token  the admin listener's bearer token, mode 0600, made once
+    DATA_DIR/server.json  addresses and process id of the running server
+
+The kernel drops the lock when its holder dies, so a stale file never blocks a start.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+class DataDirUnusable(Exception):
+    """The data directory cannot be made or written; the text says which and why."""
+
+
+class DataDirLocked(Exception):
+    """Another process holds the data directory. `pid` is its process id, or None when it could not be read."""
+
+    def __init__(self, data_dir: Path, pid: int | None) -> None:
+        holder = f"process {pid}" if pid else "another process"
+        super().__init__(f"{data_dir} is in use by {holder}; stop it, or give this one another --data-dir")
+        self.pid = pid
+
+
+class DataDirLock:
+    """Exclusive hold on a data directory. Use `acquire`, then `release` (or leave the process)."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        """Make the directory if needed and hold it. Raises DataDirUnusable or DataDirLocked; never waits."""
+        try:
+            self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock_file = os.open(self._data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DataDirUnusable(f"cannot write to the data directory {self._data_dir}: {error.strerror}") from None
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_file)
+            raise DataDirLocked(self._data_dir, lock_holder(self._data_dir)) from None
+        os.ftruncate(lock_file, 0)
+        os.pwrite(lock_file, str(os.getpid()).encode(), 0)
+        self._file = lock_file
+
+    def release(self) -> None:
+        """Let go. Calling it again does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> "DataDirLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+def lock_holder(data_dir: Path) -> int | None:
+    """The process id written by the last holder, whether or not it still runs."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((data_dir / "lock").read_text())
+    return None
+
+
+def is_locked(data_dir: Path) -> bool:
+    """Does a process hold the directory now?"""
+    try:
+        lock_file = os.open(data_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock_file)
+    return False
+
+
+def admin_token(data_dir: Path) -> str:
+    """The directory's admin token, made (mode 0600) when there is none. Call it only while holding the lock."""
+    path = data_dir / "admin.token"
+    with contextlib.suppress(FileNotFoundError):
+        token = path.read_text().strip()
+        if token:
+            path.chmod(0o600)
+            return token
+    token = "trza-" + secrets.token_urlsafe(32)
+    _write_private(path, token + "\n")
+    return token
+
+
+def write_server_info(data_dir: Path, info: dict[str, Any]) -> None:
+    """Publish where this server listens."""
+    _write_private(data_dir / "server.json", json.dumps(info) + "\n")
+
+
+def remove_server_info(data_dir: Path) -> None:
+    """The server no longer listens."""
+    (data_dir / "server.json").unlink(missing_ok=True)
+
+
+def read_server_info(data_dir: Path) -> dict[str, Any] | None:
+    """What the lock's present holder has published, or None when it has published nothing (yet)."""
+    try:
+        info = json.loads((data_dir / "server.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return info if isinstance(info, dict) and info.get("pid") == lock_holder(data_dir) else None
+
+
+def read_admin_token(data_dir: Path) -> str:
+    """The token of a running server. Raises DataDirUnusable when this user may not read it."""
+    try:
+        return (data_dir / "admin.token").read_text().strip()
+    except OSError as error:
+        raise DataDirUnusable(f"cannot read {data_dir / 'admin.token'}: {error.strerror}") from None
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write whole or not at all, readable by the owner only from its first byte."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)

@@ -1,0 +1,202 @@
+"""Open-loop replay of a multi-team trace over HTTP: arrivals never wait for answers, so a slow server cannot hide.
+
+A trace is JSON lines {"t": seconds, "team": name, "prompt_tokens": n, "output_tokens": n}. Every request streams
+/v1/completions with token ids and a forced output length, so that two servers (or two policies) do the same work.
+Plain asyncio streams: the generator shares two cores with the engine it measures.
+"""
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LINE_LIMIT = 4 << 20
+
+
+class TraceError(ValueError):
+    """A trace that cannot be replayed; the text says which line and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One arrival. `t` is seconds after the start."""
+
+    t: float
+    team: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one arrival. Times are seconds; `error` is None for a complete answer."""
+
+    row: TraceRow
+    late: float = 0.0  # sent this long after its time: a busy generator, not a slow server
+    ttft: float | None = None
+    jct: float | None = None
+    output_tokens: int = 0
+    error: str | None = None
+
+
+def read_trace(path: Path, seconds: float = math.inf) -> list[TraceRow]:
+    """The arrivals of the first `seconds`, by time. Raises TraceError with the line's number."""
+    return parse_trace(path.read_text(encoding="utf-8").splitlines(), seconds)
+
+
+def parse_trace(lines: Iterable[str], seconds: float = math.inf) -> list[TraceRow]:
+    """As `read_trace`, from lines."""
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            row = TraceRow(float(item["t"]), str(item["team"]), int(item["prompt_tokens"]), int(item["output_tokens"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"line {number}: needs t, team, prompt_tokens, output_tokens ({error!r})") from None
+        if not math.isfinite(row.t) or row.t < 0 or row.prompt_tokens < 1 or row.output_tokens < 1:
+            raise TraceError(f"line {number}: t must not be negative, and token counts at least 1")
+        if row.t <= seconds:
+            rows.append(row)
+    if not rows:
+        raise TraceError("the trace has no arrivals")
+    return sorted(rows, key=lambda row: row.t)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go. Token ids of prompts are drawn from the middle of the vocabulary."""
+
+    host: str
+    port: int
+    model: str
+    keys: Mapping[str, str]  # team -> API key
+    vocab_size: int = 49152
+    timeout_seconds: float = 900.0
+
+
+async def replay(
+    rows: Sequence[TraceRow], target: Target, *, seed: int = 1, on_done: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Send every row at its time and wait for all answers. A failed request is an Outcome with an error."""
+    start = time.monotonic() + 0.2
+
+    async def one(index: int, row: TraceRow) -> Outcome:
+        body = _body(row, target, random.Random(f"{seed}:{index}"))
+        await asyncio.sleep(max(0.0, start + row.t - time.monotonic()))
+        outcome = Outcome(row, late=max(0.0, time.monotonic() - start - row.t))
+        try:
+            async with asyncio.timeout(target.timeout_seconds):
+                await _stream(target, target.keys[row.team], body, outcome)
+        except TimeoutError:
+            outcome.error = f"no end within {target.timeout_seconds:.0f} s"
+        except (OSError, ValueError, EOFError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        on_done(outcome)
+        return outcome
+
+    return list(await asyncio.gather(*(one(index, row) for index, row in enumerate(rows))))
+
+
+def _body(row: TraceRow, target: Target, rng: random.Random) -> bytes:
+    low, high = (1000, 40000) if target.vocab_size > 40000 else (target.vocab_size // 4, target.vocab_size // 2)
+    return json.dumps(
+        {
+            "model": target.model,
+            "prompt": [rng.randrange(low, max(low + 1, high)) for _ in range(row.prompt_tokens)],
+            "max_tokens": row.output_tokens,
+            "min_tokens": row.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+async def _stream(target: Target, key: str, body: bytes, outcome: Outcome) -> None:
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection(target.host, target.port, limit=LINE_LIMIT)
+    try:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        status = int((await reader.readline()).split(b" ", 2)[1])
+        while (await reader.readline()).strip():
+            pass
+        if status != 200:
+            outcome.error = f"HTTP {status}: {(await reader.read(2000)).decode(errors='replace')[:300]}"
+            return
+        # Chunk sizes and blank lines of the chunked body are lines that do not begin with `data:`.
+        async for line in reader:
+            if not line.startswith(b"data:"):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                outcome.jct = time.monotonic() - began
+                break
+            if outcome.ttft is None and b'"choices":[{' in line.replace(b" ", b"")[:400]:
+                outcome.ttft = time.monotonic() - began
+            if b'"error"' in line or b'"usage"' in line:
+                _read_event(json.loads(line[5:]), outcome)
+    finally:
+        writer.close()
+    if outcome.error is None and outcome.jct is None:
+        outcome.error = "the stream ended without [DONE]"
+    if outcome.error is None and outcome.output_tokens != outcome.row.output_tokens:
+        outcome.error = f"{outcome.output_tokens} output tokens instead of {outcome.row.output_tokens}"
+
+
+def _read_event(event: dict[str, Any], outcome: Outcome) -> None:
+    if "error" in event:
+        outcome.error = str(event["error"].get("message", event["error"]))[:300]
+    if event.get("usage"):
+        outcome.output_tokens = int(event["usage"]["completion_tokens"])
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Nearest-rank quantile of a non-empty sequence."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
+
+
+def describe(values: Sequence[float]) -> dict[str, float] | None:
+    """mean, p50, p95, p99 and max; None without values."""
+    if not values:
+        return None
+    named = {f"p{int(q * 100)}": quantile(values, q) for q in (0.5, 0.95, 0.99)}
+    return {"mean": sum(values) / len(values), **named, "max": max(values)}
+
+
+def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Latency of complete answers in all and per team, tokens per second of the whole run, and the errors."""
+    ends = [o.row.t + o.late + o.jct for o in outcomes if o.jct is not None]
+    wall = max(ends, default=0.0)
+    tokens = sum(o.output_tokens for o in outcomes)
+    teams = sorted({o.row.team for o in outcomes})
+    return {
+        "wall_seconds": wall,
+        "output_tokens_per_second": tokens / wall if wall else 0.0,
+        "late_max_seconds": max((o.late for o in outcomes), default=0.0),
+        "all": _one_summary(outcomes),
+        "teams": {team: _one_summary([o for o in outcomes if o.row.team == team]) for team in teams},
+        "errors": sorted({o.error for o in outcomes if o.error})[:5],
+    }
+
+
+def _one_summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    done = [o for o in outcomes if o.error is None]
+    return {
+        "requests": len(outcomes),
+        "failed": len(outcomes) - len(done),
+        "output_tokens": sum(o.output_tokens for o in outcomes),
+        "ttft_seconds": describe([o.ttft for o in done if o.ttft is not None]),
+        "jct_seconds": describe([o.jct for o in done if o.jct is not None]),
+    }

@@ -1,0 +1,458 @@
+"""Every setting of the server in one table, and how a value is found: flag, environment, file, default.
+
+The table owns name, default, unit, help, flag, environment name and YAML path of each setting; `docs/reference.md`
+lists the same table and a test compares the two. Teams, tiers and quotas are not settings: they live in the database.
+A wrong value stops the start: `SettingsError` names where it stands, the value and the fix.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gateway.config_file import ConfigValue, SettingsError, nearest, read_config_file
+
+CONFIG_ENV = "TERAZI_CONFIG"
+_SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_DURATION_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The server's settings after all sources were read. Sizes are bytes, durations are seconds."""
+
+    data_dir: Path
+    host: str
+    port: int
+    admin_host: str
+    admin_port: int
+    max_body_bytes: int
+    drain_timeout: float
+    early_headers_after: float
+    keep_alive_timeout: float
+    store_url: str
+    journal_fsync_interval: float
+    on_error: str
+    engine: str
+    model: str
+    policy: str
+    dtype: str
+    device: str
+    num_threads: int
+    max_batch_size: int
+    max_batch_tokens: int
+    prefill_chunk_tokens: int
+    block_size: int
+    kv_memory: int
+    host_kv_memory: int
+    max_queued_requests: int
+    default_max_tokens: int
+    deterministic: bool
+    cache_dir: str
+    log_format: str
+    log_level: str
+    log_bodies: str
+    sources: Mapping[str, str]
+
+    @property
+    def database_url(self) -> str:
+        """`store_url`, or SQLite in the data directory."""
+        return self.store_url or f"sqlite+aiosqlite:///{self.data_dir / 'terazi.db'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `kind` is str, int, bool, size, duration or choice."""
+
+    name: str  # field of Settings
+    kind: str
+    default: Any
+    help: str
+    path: str = ""  # in the YAML file; "" is flag and environment only
+    flag: str = ""  # "" has no flag
+    choices: tuple[str, ...] = ()
+    least: float = 0
+    most: float = math.inf
+
+    @property
+    def env(self) -> str:
+        """Name of the environment variable."""
+        return "TERAZI_" + self.name.upper()
+
+    @property
+    def unit(self) -> str:
+        """What a number of this setting counts."""
+        return {"size": "bytes (2GiB, 512MiB)", "duration": "time (15s, 300ms)"}.get(self.kind, "")
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "data_dir",
+        "str",
+        "~/.local/share/terazi",
+        "Database, journal, admin token and lock of one server.",
+        "",
+        "--data-dir",
+    ),
+    Setting(
+        "host",
+        "str",
+        "localhost",
+        "Address of the OpenAI routes. localhost is both loopback addresses; :: is every address, IPv4 and IPv6.",
+        "server.host",
+        "--host",
+    ),
+    Setting("port", "int", 8080, "Port of the OpenAI routes; 0 takes a free one.", "server.port", "--port", most=65535),
+    Setting("admin_host", "str", "127.0.0.1", "Address of the admin listener; keep it private.", "server.admin_host"),
+    Setting(
+        "admin_port",
+        "int",
+        8081,
+        "Port of the admin listener (teams, keys, reports, /metrics); 0 takes a free one.",
+        "server.admin_port",
+        "--admin-port",
+        most=65535,
+    ),
+    Setting(
+        "max_body_bytes", "size", 8 << 20, "Largest request body; more is a 413.", "server.max_body_bytes", least=1024
+    ),
+    Setting(
+        "drain_timeout",
+        "duration",
+        60.0,
+        "After SIGTERM: how long running requests may go on before they end with an error event.",
+        "server.drain_timeout",
+        "--drain-timeout",
+        most=86400,
+    ),
+    Setting(
+        "early_headers_after",
+        "duration",
+        15.0,
+        "A stream that waits longer than this for its first token gets its headers and keep-alive comments.",
+        "server.early_headers_after",
+        least=0.05,
+        most=3600,
+    ),
+    Setting(
+        "keep_alive_timeout",
+        "duration",
+        75.0,
+        "Idle time after which a connection is closed; keep it above the clients' and below the load balancer's.",
+        "server.keep_alive_timeout",
+        least=1,
+        most=3600,
+    ),
+    Setting(
+        "store_url", "str", "", "SQLAlchemy URL; empty is SQLite in the data directory.", "store.url", "--store-url"
+    ),
+    Setting(
+        "journal_fsync_interval",
+        "duration",
+        0.05,
+        "Bookings younger than this can be lost at power failure.",
+        "store.journal_fsync_interval",
+        least=0.001,
+        most=60,
+    ),
+    Setting(
+        "on_error",
+        "choice",
+        "serve",
+        "Database away: keep serving while the journal has room, or deny at once with 503.",
+        "store.on_error",
+        choices=("serve", "deny"),
+    ),
+    Setting(
+        "engine",
+        "choice",
+        "torch",
+        "The real engine, or the simulated one.",
+        "engine.kind",
+        "--engine",
+        ("torch", "sim"),
+    ),
+    Setting("model", "str", "smollm2-135m", "A built-in name or a model directory.", "engine.model", "--model"),
+    Setting("policy", "choice", "eg-mlfq", "Order of requests.", "engine.policy", "--policy", ("eg-mlfq", "fcfs")),
+    Setting(
+        "dtype", "choice", "auto", "Number format of weights.", "engine.dtype", "", ("auto", "float32", "bfloat16")
+    ),
+    Setting("device", "choice", "auto", "Where the model runs.", "engine.device", "", ("auto", "cpu", "cuda")),
+    Setting("num_threads", "int", 0, "Threads of the engine; 0 is cores - 1.", "engine.num_threads", most=1024),
+    Setting(
+        "max_batch_size",
+        "int",
+        64,
+        "Sequences in one step.",
+        "engine.max_batch_size",
+        "--max-batch-size",
+        least=1,
+        most=4096,
+    ),
+    Setting(
+        "max_batch_tokens",
+        "int",
+        2048,
+        "Tokens computed in one step.",
+        "engine.max_batch_tokens",
+        "--max-batch-tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "prefill_chunk_tokens",
+        "int",
+        256,
+        "A chunk of a prompt ends at a multiple of this position.",
+        "engine.prefill_chunk_tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting("block_size", "int", 16, "Tokens of one KV block.", "engine.block_size", least=1, most=1024),
+    Setting(
+        "kv_memory", "size", 2 << 30, "Device memory for the KV cache.", "engine.kv_memory", "--kv-memory", least=1
+    ),
+    Setting(
+        "host_kv_memory",
+        "size",
+        4 << 30,
+        "Host memory for swapped KV; no effect until swapping lands.",
+        "engine.host_kv_memory",
+        "--host-kv-memory",
+    ),
+    Setting(
+        "max_queued_requests",
+        "int",
+        4096,
+        "Requests inside the engine; more are refused with queue_full.",
+        "engine.max_queued_requests",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "default_max_tokens",
+        "int",
+        1024,
+        "max_tokens of a request that gives none, clamped to the context.",
+        "engine.default_max_tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "deterministic",
+        "bool",
+        False,
+        "Recompute and prefix hits are bit-equal too, at some speed.",
+        "engine.deterministic",
+    ),
+    Setting(
+        "cache_dir", "str", "", "Converted models and step profiles; empty is ~/.cache/terazi.", "engine.cache_dir"
+    ),
+    Setting(
+        "log_format", "choice", "json", "One JSON object a line, or plain text.", "logging.format", "", ("json", "text")
+    ),
+    Setting(
+        "log_level",
+        "choice",
+        "info",
+        "Least level that is written.",
+        "logging.level",
+        "",
+        ("debug", "info", "warning", "error"),
+    ),
+    Setting("log_bodies", "choice", "none", "Prompts and answers are never logged.", "logging.bodies", "", ("none",)),
+)
+# One YAML key for a pair of settings.
+LISTEN_PATHS = {"server.listen": ("host", "port"), "server.admin_listen": ("admin_host", "admin_port")}
+SECTIONS = ("server", "store", "engine", "logging")
+
+
+def setting(name: str) -> Setting:
+    """The row of a name. Raises KeyError for an unknown one."""
+    return _BY_NAME[name]
+
+
+_BY_NAME = {s.name: s for s in SETTINGS}
+_BY_PATH = {s.path: s for s in SETTINGS if s.path}
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str], config_file: Path | None = None) -> Settings:
+    """Settings from all sources: flag > environment > file > default. A flag that is None was not given.
+
+    Raises SettingsError with where the value stands, the value and the fix.
+    """
+    values: dict[str, Any] = {s.name: s.default for s in SETTINGS}
+    sources = dict.fromkeys(values, "default")
+    config_file = config_file or (Path(environment[CONFIG_ENV]) if environment.get(CONFIG_ENV) else None)
+    if config_file is not None:
+        for name, value, source in _from_file(config_file):
+            values[name], sources[name] = value, source
+    _refuse_unknown_environment(environment)
+    for row in SETTINGS:
+        text = environment.get(row.env)
+        # Kubernetes sets NAME_PORT=tcp://... for a service called NAME; that is no choice of the operator's.
+        if text is not None and not (row.name == "port" and text.startswith("tcp://")):
+            values[row.name], sources[row.name] = parse_text(row, text, row.env), f"environment {row.env}"
+    for name, given in flags.items():
+        if given is not None:
+            row = _BY_NAME[name]
+            values[name] = parse_text(row, str(given), row.flag or name)
+            sources[name] = f"flag {row.flag}"
+    values["data_dir"] = Path(values["data_dir"]).expanduser().absolute()
+    result = Settings(**values, sources=sources)
+    _check_together(result)
+    return result
+
+
+def _from_file(path: Path) -> list[tuple[str, Any, str]]:
+    known = [*_BY_PATH, *LISTEN_PATHS]
+    found: list[tuple[str, Any, str]] = []
+    set_at: dict[str, str] = {}
+    for item in read_config_file(path, known, SECTIONS):
+        source = f"file {path}:{item.line}"
+        if item.path in LISTEN_PATHS:
+            host_name, port_name = LISTEN_PATHS[item.path]
+            host, port = _parse_listen(item)
+            pairs = [(host_name, host), (port_name, port)]
+        else:
+            row = _BY_PATH[item.path]
+            pairs = [(row.name, _from_yaml(row, item))]
+        for name, value in pairs:
+            if name in set_at:
+                raise SettingsError(
+                    f"{item.where}: {item.path} sets {name} again, {set_at[name]} did so; keep one of them"
+                )
+            set_at[name] = item.path
+            found.append((name, value, source))
+    return found
+
+
+def _from_yaml(row: Setting, item: ConfigValue) -> Any:
+    """A YAML value must have the setting's own type: "60" is not 60."""
+    value, where = item.value, f"{item.where}: {item.path}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    wanted: dict[str, tuple[bool, str]] = {
+        "int": (isinstance(value, int) and not isinstance(value, bool), "a whole number without quotes"),
+        "bool": (isinstance(value, bool), "true or false"),
+        "size": (isinstance(value, (int, str)) and not isinstance(value, bool), "a size such as 2GiB"),
+        "duration": (isinstance(value, str) or (is_number and value == 0), "a time with its unit such as 15s"),
+    }
+    fits, description = wanted.get(row.kind, (isinstance(value, str), "text"))
+    if not fits:
+        raise SettingsError(f"{where}: {value!r} is not {description}")
+    if isinstance(value, (bool, int)) and row.kind in ("bool", "int", "size"):
+        return value if row.kind == "bool" else _in_range(row, value, where)
+    return parse_text(row, str(value), where)
+
+
+def parse_text(row: Setting, text: str, where: str) -> Any:
+    """A value given as text (flag, environment). Raises SettingsError."""
+    parser: Callable[[Setting, str, str], Any] = {
+        "int": _parse_int,
+        "bool": _parse_bool,
+        "size": _parse_size,
+        "duration": _parse_duration,
+        "choice": _parse_choice,
+    }.get(row.kind, _parse_str)
+    return parser(row, text, where)
+
+
+def _parse_str(row: Setting, text: str, where: str) -> str:
+    if "\0" in text or (not text.strip() and row.default != ""):
+        raise SettingsError(f"{where}: {text!r} is empty or not text")
+    return text
+
+
+def _parse_int(row: Setting, text: str, where: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text, re.ASCII):
+        raise SettingsError(f"{where}: {text!r} is not a whole number")
+    return int(_in_range(row, int(text), where))
+
+
+def _parse_bool(row: Setting, text: str, where: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise SettingsError(f"{where}: {text!r} is not true or false")
+    return text.lower() == "true"
+
+
+def _parse_choice(row: Setting, text: str, where: str) -> str:
+    if text not in row.choices:
+        raise SettingsError(f"{where}: {text!r} is not one of {', '.join(row.choices)}{nearest(text, row.choices)}")
+    return text
+
+
+def _parse_size(row: Setting, text: str, where: str) -> int:
+    found = _NUMBER_AND_UNIT.fullmatch(text)
+    if not found or found[2].lower() not in _SIZE_UNITS:
+        raise SettingsError(f"{where}: {text!r} is not a size such as 2GiB or 512MiB")
+    return int(_in_range(row, int(float(found[1]) * _SIZE_UNITS[found[2].lower()]), where))
+
+
+def _parse_duration(row: Setting, text: str, where: str) -> float:
+    found = _NUMBER_AND_UNIT.fullmatch(text)
+    if found and float(found[1]) == 0 and not found[2]:
+        return float(_in_range(row, 0.0, where))
+    if not found or found[2].lower() not in _DURATION_UNITS:
+        raise SettingsError(f"{where}: {text!r} is not a time with its unit, such as 15s or 300ms")
+    return float(_in_range(row, float(found[1]) * _DURATION_UNITS[found[2].lower()], where))
+
+
+def _in_range(row: Setting, value: float, where: str) -> float:
+    if not row.least <= value <= row.most or not math.isfinite(value):
+        limit = f"at least {row.least:g}" if value < row.least else f"at most {row.most:g}"
+        raise SettingsError(f"{where}: {value} is out of range, it must be {limit}")
+    return value
+
+
+def _parse_listen(item: ConfigValue) -> tuple[str, int]:
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^:\[\]\s]+)):([0-9]{1,5})", str(item.value))
+    if not found or int(found[3]) > 65535:
+        raise SettingsError(
+            f"{item.where}: {item.path}: {item.value!r} is not host:port, such as 0.0.0.0:8080 or [::]:8080"
+        )
+    return found[1] or found[2], int(found[3])
+
+
+def _check_together(settings: Settings) -> None:
+    """Rules over several settings."""
+    if settings.port and settings.port == settings.admin_port:
+        raise SettingsError(f"port and admin_port are both {settings.port}; give the admin listener a port of its own")
+
+
+def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
+    """A near miss of one of our names is a typo. Other TERAZI_ names may be someone else's (a Kubernetes service)."""
+    known = [s.env for s in SETTINGS] + [CONFIG_ENV]
+    for name in environment:
+        if not name.startswith("TERAZI_") or name in known or re.search(r"_(SERVICE|PORT_[0-9]+)", name):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close:
+            raise SettingsError(f"environment {name} is unknown; did you mean {close[0]}?")
+
+
+def as_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Every setting with its value and where it came from, for `config show`. The database password is masked."""
+    rows = []
+    for field in fields(settings):
+        if field.name == "sources":
+            continue
+        value = getattr(settings, field.name)
+        if field.name == "store_url":
+            value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
+        row = _BY_NAME[field.name]
+        rows.append(
+            {
+                "name": row.name,
+                "value": str(value) if isinstance(value, Path) else value,
+                "source": settings.sources[row.name],
+                "path": row.path,
+                "env": row.env,
+                "flag": row.flag,
+            }
+        )
+    return rows

@@ -1,0 +1,240 @@
+"""The engine without its socket: requests go in, one message per step comes out.
+
+`EngineCore` owns the inbox and the request ids. Everything that arrives while a step runs waits in the inbox and takes
+effect at the next step boundary, in order; so a plan made after an abort was handed in never contains the aborted
+sequence. Every accepted request ends exactly once, in the `finished` of one StepDone.
+"""
+
+import math
+from collections import deque
+from typing import Protocol
+
+from engine.clock import Clock
+from engine.config import EngineConfig
+from engine.messages import (
+    Abort,
+    ConfigureTeams,
+    Finished,
+    ModelInfo,
+    Refused,
+    SamplingParams,
+    StepDone,
+    Submit,
+    TokenEvent,
+)
+from engine.plan import StepPlan, StepResult
+from engine.request import Request, Sequence
+from engine.scheduler import Scheduler
+from policies.sequences import TeamTerms
+
+
+class Runner(Protocol):
+    """Executes plans on a device, or pretends to."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end. What goes wrong with single rows is in the result's `failed`."""
+
+    def release(self, seq_id: int) -> None:
+        """`seq_id` has ended; forget what is kept for it. Also for one that never ran."""
+
+
+class EngineCore:
+    """Owns the inbox, the request ids and the loop of one step. One thread; never blocks but in `Runner.execute`."""
+
+    def __init__(
+        self, config: EngineConfig, scheduler: Scheduler, runner: Runner, clock: Clock, model: ModelInfo
+    ) -> None:
+        self.scheduler = scheduler
+        self._config = config
+        self._runner = runner
+        self._clock = clock
+        self._model = model
+        self._inbox: deque[Request | Abort | ConfigureTeams] = deque()
+        self._num_inbox_requests = 0
+        self._team_ids: frozenset[int] = frozenset()
+        self._request_ids: set[str] = set()  # accepted and not yet ended
+        self._seq_ids: dict[str, int] = {}  # request_id -> seq_id of those the scheduler has
+        self._ended: list[Sequence] = []  # since the last StepDone
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._inbox or self._ended or self.scheduler.num_live)
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Requests accepted and not yet ended."""
+        return frozenset(self._request_ids)
+
+    def configure(self, message: ConfigureTeams) -> None:
+        """Replace the table of teams at the next step boundary."""
+        self._team_ids = frozenset(team.team_id for team in message.teams)
+        self._inbox.append(message)
+
+    def add(self, message: Submit) -> Refused | None:
+        """Take a request in, or say why not; a refused request leaves no trace."""
+        refusal = self._why_refused(message)
+        if refusal is not None:
+            code, text = refusal
+            return Refused(request_id=message.request_id, code=code, message=text)
+        now_us = self._clock.now_us()
+        self._request_ids.add(message.request_id)
+        self._num_inbox_requests += 1
+        self._inbox.append(
+            Request(
+                request_id=message.request_id,
+                team_id=message.team_id,
+                start_level=message.start_level,
+                prompt_token_ids=message.prompt_token_ids,
+                sampling=self._clamped(message.sampling, len(message.prompt_token_ids)),
+                arrival_us=now_us,
+                start_by_us=now_us + message.max_queue_us if message.max_queue_us > 0 else None,
+            )
+        )
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step boundary, in whatever state it is. Unknown ids are ignored."""
+        self._inbox.append(Abort(request_id=request_id))
+
+    def step(self) -> StepDone | None:
+        """Drain the inbox, run one step, and tell everything that came of it; None when there was nothing to do."""
+        now_us = self._clock.now_us()
+        self._drain_inbox(now_us)
+        for sequence in self.scheduler.expire(now_us):
+            self._note_ended(sequence)
+        plan = self.scheduler.schedule(now_us)
+        duration_us = 0
+        events: tuple[TokenEvent, ...] = ()
+        if plan is not None:
+            result = self._runner.execute(plan)
+            now_us = self._clock.now_us()
+            outcome = self.scheduler.apply(plan, result, now_us)
+            duration_us, events = result.duration_us, outcome.events
+            for sequence in outcome.ended:
+                self._note_ended(sequence)
+        if plan is None and not self._ended:
+            return None
+        ended, self._ended = self._ended, []
+        num_running = len(plan.rows) if plan is not None else 0
+        return StepDone(
+            step_id=max(0, self.scheduler.num_steps - 1) if plan is None else plan.step_id,
+            duration_us=duration_us,
+            tokens=events,
+            finished=tuple(_finished(sequence) for sequence in ended),
+            num_running=num_running,
+            num_waiting=max(0, self.scheduler.num_live - num_running),
+            num_free_blocks=self.scheduler.pool.num_free,
+        )
+
+    def _drain_inbox(self, now_us: int) -> None:
+        inbox = self._inbox
+        while inbox:
+            message = inbox.popleft()
+            if isinstance(message, Request):
+                self._num_inbox_requests -= 1
+                sequence = self.scheduler.add(message, now_us)
+                self._seq_ids[message.request_id] = sequence.seq_id
+            elif isinstance(message, Abort):
+                seq_id = self._seq_ids.get(message.request_id)
+                ended = self.scheduler.end(seq_id, "abort", now_us) if seq_id is not None else None
+                if ended is not None:
+                    self._note_ended(ended)
+            else:
+                terms = [
+                    TeamTerms(
+                        team_id=team.team_id,
+                        weight=team.weight,
+                        start_level=team.start_level,
+                        starving_after_us=team.starving_after_us,
+                        promotion_burst_grants=team.promotion_burst_grants,
+                    )
+                    for team in message.teams
+                ]
+                self.scheduler.policy.configure(terms, now_us)
+
+    def _note_ended(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        self._request_ids.remove(request_id)
+        del self._seq_ids[request_id]
+        self._runner.release(sequence.seq_id)
+        self._ended.append(sequence)
+
+    def _why_refused(self, message: Submit) -> tuple[str, str] | None:
+        """An error code and a sentence, or None for a request that can run."""
+        if message.request_id in self._request_ids:
+            return "invalid_request", f"request id {message.request_id!r} is in use"
+        if message.team_id not in self._team_ids:
+            return "invalid_request", f"team {message.team_id} is not configured"
+        if self.scheduler.num_waiting + self._num_inbox_requests >= self._config.max_queued_requests:
+            return "queue_full", f"{self._config.max_queued_requests} requests are queued already"
+        prompt = message.prompt_token_ids
+        if not prompt:
+            return "invalid_request", "the prompt has no tokens"
+        if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
+            return "invalid_request", f"token ids must lie in [0, {self._model.vocab_size})"
+        wrong = _sampling_fault(message.sampling)
+        if wrong is not None:
+            return "invalid_request", wrong
+        if len(prompt) + 1 > self._tokens_max:
+            return (
+                "context_length_exceeded",
+                f"the prompt has {len(prompt)} tokens; with one token of output at most {self._tokens_max} fit",
+            )
+        return None
+
+    @property
+    def _tokens_max(self) -> int:
+        """Prompt and output of one request, at most: what context and an empty pool hold."""
+        return min(self._model.context_len, self.scheduler.pool.num_blocks * self._config.block_size)
+
+    def _clamped(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
+        room = self._tokens_max - num_prompt
+        if sampling.max_tokens <= room:
+            return sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            max_tokens=room,
+            min_tokens=min(sampling.min_tokens, room),
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+
+
+def _sampling_fault(sampling: SamplingParams) -> str | None:
+    """What is out of range in sampling parameters, as a sentence; None when nothing is."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature must be finite and not negative, got {sampling.temperature}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must lie in (0, 1], got {sampling.top_p}"
+    if sampling.top_k < 0:
+        return f"top_k must not be negative, got {sampling.top_k}"
+    if sampling.max_tokens < 1:
+        return f"max_tokens must be at least 1, got {sampling.max_tokens}"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return f"min_tokens must lie in [0, max_tokens], got {sampling.min_tokens}"
+    return None
+
+
+def _finished(sequence: Sequence) -> Finished:
+    """The message that ends a request."""
+    request, ended_us = sequence.request, sequence.ended_us
+    assert sequence.finish_reason is not None and ended_us is not None
+    started_us = ended_us if sequence.first_step_us is None else sequence.first_step_us
+    first_token_us = 0 if sequence.first_token_us is None else sequence.first_token_us - request.arrival_us
+    return Finished(
+        request_id=request.request_id,
+        reason=sequence.finish_reason,
+        message=sequence.error,
+        prompt_tokens=len(request.prompt_token_ids),
+        output_tokens=len(sequence.output_token_ids),
+        device_us=sequence.device_us,
+        queued_us=started_us - request.arrival_us,
+        first_token_us=first_token_us,
+        total_us=ended_us - request.arrival_us,
+        level_path=tuple(sequence.level_path),
+        num_preemptions=sequence.num_preemptions,
+    )

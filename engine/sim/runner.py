@@ -1,0 +1,87 @@
+"""A runner that computes no model: steps take as long as the step profile says, tokens come from a hash.
+
+With a `VirtualClock` a simulation runs as fast as Python does; with a `PacedClock` the same engine serves in real time.
+"""
+
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Protocol
+
+from engine.plan import StepPlan, StepResult
+from policies.cost import StepProfile
+
+
+class AdvancingClock(Protocol):
+    """A clock that a simulated step can move."""
+
+    def advance(self, by_us: int) -> None:
+        """Let `by_us` microseconds pass."""
+
+
+class PacedClock:
+    """Real monotonic time in which a simulated step passes by sleeping it."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep = sleep
+
+    def now_us(self) -> int:
+        return time.monotonic_ns() // 1000
+
+    def advance(self, by_us: int) -> None:
+        """Sleep `by_us` microseconds."""
+        self._sleep(by_us / 1e6)
+
+
+class SimRunner:
+    """Takes the modelled time for each step and makes up tokens, the same for the same (seed, position)."""
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        clock: AdvancingClock,
+        *,
+        token_ids: range = range(32, 127),
+        end_token_id: int | None = None,
+        end_one_in: int = 0,
+    ) -> None:
+        """Tokens come from `token_ids`. With `end_token_id`, about one token in `end_one_in` is that one instead."""
+        if not token_ids:
+            raise ValueError("the range of token ids is empty")
+        self._profile = profile
+        self._clock = clock
+        self._token_ids = token_ids
+        self._end_token_id = end_token_id
+        self._end_one_in = end_one_in
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Let the modelled time pass and name the tokens."""
+        duration_us = step_us(self._profile, plan)
+        self._clock.advance(duration_us)
+        tokens = {
+            row.seq_id: self._token(row.sampling.seed, row.start + len(row.token_ids))
+            for row in plan.rows
+            if row.samples
+        }
+        return StepResult(plan.step_id, duration_us, tokens)
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is kept for a sequence."""
+
+    def _token(self, seed: int, position: int) -> int:
+        digest = blake2b(b"%d:%d" % (seed, position), digest_size=8).digest()
+        drawn = int.from_bytes(digest, "little")
+        if self._end_token_id is not None and self._end_one_in and drawn % self._end_one_in == 0:
+            return self._end_token_id
+        return self._token_ids[(drawn >> 16) % len(self._token_ids)]
+
+
+def step_us(profile: StepProfile, plan: StepPlan) -> int:
+    """How long a plan takes by the profile: the fixed part once, each row's marginal part; at least 1."""
+    total = profile.fixed_us
+    for row in plan.rows:
+        if row.is_decode:
+            total += profile.decode_marginal_us(row.start + 1)
+        else:
+            total += profile.prefill_marginal_us(row.start, len(row.token_ids))
+    return max(1, round(total))

@@ -1,0 +1,149 @@
+"""What the engine's tests share: a policy simple enough to check by eye, and short ways to build an engine."""
+
+from collections.abc import Iterable, Sequence
+
+from engine.clock import VirtualClock
+from engine.config import EngineConfig
+from engine.core import EngineCore, Runner
+from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
+from engine.scheduler import Scheduler
+from engine.sim.runner import SimRunner
+from policies.cost import StepProfile
+from policies.policy import Policy
+from policies.sequences import SequenceTerms, Served, TeamService, TeamTerms
+
+UNIT_PROFILE = StepProfile(
+    fixed_us=0.0, prefill_token_us=10.0, prefill_attention_us=0.0, decode_row_us=1000.0, decode_context_us=0.0
+)
+
+
+class ArrivalOrder:
+    """Ranks by `seq_id` and checks that the scheduler keeps to the protocol of `policies.policy`."""
+
+    name = "arrival-order"
+
+    def __init__(self) -> None:
+        self.live: dict[int, SequenceTerms] = {}
+        self.team_ids: set[int] = set()
+        self.charged_us: dict[int, int] = {}
+        self.taken: list[int] = []
+        self.refused: list[int] = []
+        self.is_picking = False
+        self._tried: set[int] = set()
+
+    def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
+        assert not self.is_picking
+        self.team_ids = {team.team_id for team in teams}
+
+    def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
+        assert not self.is_picking and sequence.seq_id not in self.live
+        if sequence.team_id not in self.team_ids:
+            raise KeyError(sequence.team_id)
+        self.live[sequence.seq_id] = sequence
+        return sequence.start_level
+
+    def begin(self, now_us: int) -> None:
+        assert not self.is_picking
+        self.is_picking = True
+        self._tried, self.taken, self.refused = set(), [], []
+
+    def best(self) -> int | None:
+        assert self.is_picking
+        return next((seq_id for seq_id in sorted(self.live) if seq_id not in self._tried), None)
+
+    def take(self, seq_id: int, work_us: int) -> None:
+        assert seq_id == self.best() and work_us > 0
+        self._tried.add(seq_id)
+        self.taken.append(seq_id)
+
+    def refuse(self, seq_id: int) -> None:
+        assert seq_id == self.best()
+        self._tried.add(seq_id)
+        self.refused.append(seq_id)
+
+    def settle(self, served: Sequence[Served], now_us: int) -> None:
+        assert self.is_picking and [s.seq_id for s in served] == self.taken
+        self.is_picking = False
+        for row in served:
+            self.charged_us[row.seq_id] = self.charged_us.get(row.seq_id, 0) + row.cost_us
+
+    def leave(self, seq_id: int, now_us: int) -> None:
+        assert not self.is_picking
+        del self.live[seq_id]
+
+    def level(self, seq_id: int) -> int:
+        return self.live[seq_id].start_level
+
+    def team_service(self) -> list[TeamService]:
+        return []
+
+
+class Engine:
+    """A core over a simulated runner on a virtual clock, with everything it consists of in reach."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 24,
+        policy: Policy | None = None,
+        profile: StepProfile = UNIT_PROFILE,
+        runner: Runner | None = None,
+        context_len: int = 1024,
+        eos: tuple[int, ...] = (),
+        teams: tuple[TeamEntry, ...] = (),
+        **settings: int,
+    ) -> None:
+        self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
+        self.clock = VirtualClock()
+        self.policy = policy or ArrivalOrder()
+        self.scheduler = Scheduler(self.config, self.policy, profile, blocks, eos_token_ids=eos)
+        self.runner = runner or SimRunner(profile, self.clock)
+        model = ModelInfo(
+            name="sim", path="", vocab_size=256, context_len=context_len, eos_token_ids=eos, dtype="", device=""
+        )
+        self.core = EngineCore(self.config, self.scheduler, self.runner, self.clock, model)
+        self.core.configure(ConfigureTeams(teams=teams or tuple(team(i) for i in range(4))))
+
+    def run(self, steps_max: int = 10_000) -> list[StepDone]:
+        """Step until idle; the books are checked at each step boundary."""
+        done: list[StepDone] = []
+        while self.core.has_work:
+            assert len(done) < steps_max, "no end in sight"
+            message = self.core.step()
+            self.scheduler.check()
+            if message is not None:
+                done.append(message)
+        return done
+
+
+def team(team_id: int, *, weight: int = 1, start_level: int = 0) -> TeamEntry:
+    """A team on the wire."""
+    return TeamEntry(
+        team_id=team_id,
+        weight=weight,
+        start_level=start_level,
+        starving_after_us=1_000_000,
+        promotion_burst_grants=4,
+    )
+
+
+def submit(
+    request_id: str,
+    *,
+    team_id: int = 0,
+    prompt: int = 1,
+    output: int = 4,
+    max_queue_us: int = 0,
+    start_level: int = 0,
+    **sampling: object,
+) -> Submit:
+    """A request of `prompt` tokens that generates exactly `output` unless told otherwise."""
+    params = SamplingParams(**{"max_tokens": output, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return Submit(
+        request_id=request_id,
+        team_id=team_id,
+        prompt_token_ids=tuple(65 + i % 26 for i in range(prompt)),
+        sampling=params,
+        max_queue_us=max_queue_us,
+        start_level=start_level,
+    )

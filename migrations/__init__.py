@@ -1,0 +1,1 @@
+"""Schema revisions, applied at start under a lock by `tenants.migrate`."""

@@ -1,0 +1,24 @@
+"""${message}
+
+Revision ID: ${up_revision}
+Revises: ${down_revision | comma,n}
+"""
+
+import sqlalchemy as sa
+from alembic import op
+${imports if imports else ""}
+
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+branch_labels = ${repr(branch_labels)}
+depends_on = ${repr(depends_on)}
+
+
+def upgrade() -> None:
+    """Forward only, and bounded: no statement may hold the write lock while it reads the whole ledger."""
+    ${upgrades if upgrades else "pass"}
+
+
+def downgrade() -> None:
+    """Refused: restore a backup instead."""
+    raise RuntimeError("Terazi's schema goes forward only: restore a backup made before the upgrade")

@@ -1,0 +1,119 @@
+"""What can go wrong with tenants, as typed errors; the gateway maps each onto an HTTP status.
+
+TenantError
+├── Invalid             a value that can never be right (400)
+├── NotFound            no such team, key or tier (404)
+├── Conflict            the name is taken, the state has moved on (409)
+├── Denied              a caller who may not (401)
+│   ├── InvalidKey      unknown, malformed or wrong: all look the same
+│   ├── KeyRevoked      said only to a caller who knew the secret
+│   └── KeyExpired      likewise
+├── LimitExceeded       a limit of one's own (429)
+└── StoreUnavailable    database or journal cannot take it (503)
+    └── SchemaTooNew    the database was made by a newer Terazi
+"""
+
+
+class TenantError(Exception):
+    """Base of this package's errors. `code` is an `error.code` of the reference; `message` never holds a secret."""
+
+    code = "tenant_error"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+
+
+class Invalid(TenantError):
+    """A value outside what the reference allows. `param` names the field."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+class NotFound(TenantError):
+    """The named thing does not exist."""
+
+    code = "not_found"
+
+
+class Conflict(TenantError):
+    """The name is taken, or the thing is in use."""
+
+    code = "conflict"
+
+
+class Denied(TenantError):
+    """The caller may not."""
+
+    code = "denied"
+
+
+class InvalidKey(Denied):
+    """An unknown, malformed or wrong key. One message for all three, so nothing can be learned from it."""
+
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("Incorrect API key provided.")
+
+
+class KeyRevoked(Denied):
+    """The secret was right; the key, or its team, has been withdrawn."""
+
+    code = "key_revoked"
+
+
+class KeyExpired(Denied):
+    """The secret was right; the key's time is over."""
+
+    code = "key_expired"
+
+
+class LimitExceeded(TenantError):
+    """A team's own limit. `limit` is "requests", "tokens" or "concurrent_limit", also the error code."""
+
+    def __init__(
+        self,
+        *,
+        limit: str,
+        scope: str,
+        name: str,
+        hard: int,
+        used: int,
+        requested: int,
+        retry_after_seconds: float,
+    ) -> None:
+        super().__init__(
+            f"Team {name} has reached its limit on {limit.removesuffix('_limit')}: "
+            f"limit {hard}, used {used}, requested {requested}.",
+            code=limit,
+        )
+        self.limit = limit
+        self.scope = scope
+        self.hard = hard
+        self.used = used
+        self.requested = requested
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def never_fits(self) -> bool:
+        """True when waiting cannot help: the request alone is larger than the limit."""
+        return self.requested > self.hard
+
+
+class StoreUnavailable(TenantError):
+    """Database or journal cannot take a write or a read now."""
+
+    code = "store_unavailable"
+
+
+class SchemaTooNew(StoreUnavailable):
+    """The database has a revision that this version does not know."""
+
+    code = "schema_too_new"

@@ -1,0 +1,129 @@
+"""API keys in the store: created once, shown once, revoked for good. The secret itself is never kept."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tenants import audit, key_format, tables
+from tenants.clock import iso
+from tenants.errors import Conflict, Invalid, NotFound
+from tenants.names import check_name
+from tenants.pepper import Pepper
+from tenants.teams import DEFAULT_PROJECT, get_team
+
+_PUBLIC_ID = re.compile(rf"[0-9A-Za-z]{{{key_format.PUBLIC_LEN}}}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key as the admin sees it: no secret, no hash."""
+
+    key_id: int
+    public_id: str
+    name: str
+    project: str
+    team: str
+    created_at_us: int
+    expires_at_us: int | None
+    revoked_at_us: int | None
+
+
+def _query() -> Any:
+    t = tables
+    return select(
+        t.api_keys.c.id,
+        t.api_keys.c.public_id,
+        t.api_keys.c.name,
+        t.projects.c.name.label("project"),
+        t.teams.c.name.label("team"),
+        t.api_keys.c.created_at_us,
+        t.api_keys.c.expires_at_us,
+        t.api_keys.c.revoked_at_us,
+    ).select_from(t.api_keys.join(t.projects).join(t.teams))
+
+
+def _key(row: Row[Any]) -> ApiKey:
+    return ApiKey(*tuple(row))
+
+
+async def create_key(
+    connection: AsyncConnection,
+    team: str,
+    pepper: Pepper,
+    *,
+    name: str = "default",
+    expires_at_us: int | None = None,
+    at_us: int,
+    actor: str,
+) -> tuple[ApiKey, str]:
+    """A new random key of a team, and its full text, which exists only in this answer.
+
+    Raises NotFound for the team, Conflict when it is archived, Invalid for the name or a past expiry.
+    """
+    owner = await get_team(connection, team)
+    if owner.archived_at_us is not None:
+        raise Conflict(f"Team {team!r} is archived.", code="team_archived")
+    check_name("Key", name)
+    if expires_at_us is not None and expires_at_us <= at_us:
+        raise Invalid("expires_at must lie in the future.", param="expires_at")
+    project_id = await connection.scalar(
+        select(tables.projects.c.id).where(
+            tables.projects.c.team_id == owner.team_id, tables.projects.c.name == DEFAULT_PROJECT
+        )
+    )
+    key = key_format.new_key()
+    await connection.execute(
+        insert(tables.api_keys).values(
+            public_id=key.public_id,
+            project_id=project_id,
+            name=name,
+            pepper_id=pepper.pepper_id,
+            secret_hmac=key_format.hash_secret(pepper.secret, key.secret),
+            created_at_us=at_us,
+            expires_at_us=expires_at_us,
+        )
+    )
+    await audit.record(
+        connection,
+        at_us=at_us,
+        actor=actor,
+        action="key.create",
+        target=key.public_id,
+        detail={"team": team, "name": name, "expires_at": iso(expires_at_us)},
+    )
+    return await get_key(connection, key.public_id), key_format.render(key)
+
+
+async def get_key(connection: AsyncConnection, public_id: str) -> ApiKey:
+    """One key by its public id. Raises NotFound, also for anything that is not a public id (such as a whole key)."""
+    row = None
+    if _PUBLIC_ID.fullmatch(public_id):
+        row = (await connection.execute(_query().where(tables.api_keys.c.public_id == public_id))).one_or_none()
+    if row is None:
+        raise NotFound("There is no key with this public id.", code="key_not_found")
+    return _key(row)
+
+
+async def list_keys(connection: AsyncConnection, team: str | None = None) -> list[ApiKey]:
+    """All keys, or one team's, oldest first. Raises NotFound for an unknown team."""
+    query = _query().order_by(tables.api_keys.c.id)
+    if team is not None:
+        query = query.where(tables.teams.c.id == (await get_team(connection, team)).team_id)
+    return [_key(row) for row in await connection.execute(query)]
+
+
+async def revoke_key(connection: AsyncConnection, public_id: str, *, at_us: int, actor: str) -> ApiKey:
+    """End a key for good; a second revoke changes nothing. Running requests finish. Raises NotFound."""
+    key = await get_key(connection, public_id)
+    if key.revoked_at_us is not None:
+        return key
+    await connection.execute(
+        update(tables.api_keys).where(tables.api_keys.c.public_id == public_id).values(revoked_at_us=at_us)
+    )
+    await audit.record(
+        connection, at_us=at_us, actor=actor, action="key.revoke", target=public_id, detail={"team": key.team}
+    )
+    return await get_key(connection, public_id)

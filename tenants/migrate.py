@@ -1,0 +1,151 @@
+"""Schema upgrades: run at start, by one process at a time, all or nothing.
+
+On SQLite a file lock beside the database serialises processes (SQLite's own lock would make the late ones fail instead
+of wait); on PostgreSQL an advisory lock, which goes with its connection. The late ones find the newest revision and go
+on. A database from a newer version is refused, never touched.
+"""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, insert, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tenants import tables, tiers
+from tenants.clock import wall_clock_us
+from tenants.database import BEGIN_OPTION, make_engine, sqlite_path
+from tenants.errors import SchemaTooNew, StoreUnavailable
+
+LOCK_TIMEOUT_SECONDS = 300.0
+_LOCK_POLL_SECONDS = 0.05
+_ADVISORY_LOCK = 0x7465_7261_7A69  # "terazi"
+
+
+def alembic_config(url: str = "") -> Config:
+    """Alembic's settings for our packaged revisions."""
+    spec = find_spec("migrations")
+    assert spec is not None and spec.submodule_search_locations
+    config = Config()
+    config.set_main_option("script_location", next(iter(spec.submodule_search_locations)).replace("%", "%%"))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    return config
+
+
+def head() -> str:
+    """The newest revision this version knows."""
+    revision = ScriptDirectory.from_config(alembic_config()).get_current_head()
+    assert revision is not None
+    return revision
+
+
+async def current(url: str) -> str | None:
+    """The database's revision; None for an empty one. Raises StoreUnavailable when it cannot be read."""
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        return None
+    engine = make_engine(url, is_pooled=False, is_read_only=True)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(_revision)
+    except SQLAlchemyError as error:
+        raise _unavailable(url, error) from error
+    finally:
+        await engine.dispose()
+
+
+async def upgrade(url: str, *, now_us: Callable[[], int] = wall_clock_us) -> str:
+    """Bring the schema to the newest revision and return it. A new database gets the default tiers.
+
+    Raises SchemaTooNew for a database of a newer version, StoreUnavailable when it cannot be reached or locked.
+    """
+    engine = make_engine(url, is_pooled=False)
+    try:
+        async with _file_lock(url), engine.connect() as connection:
+            connection = await connection.execution_options(**{BEGIN_OPTION: "IMMEDIATE"})
+            async with connection.begin():
+                if connection.dialect.name == "postgresql":
+                    await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": _ADVISORY_LOCK})
+                return await _upgrade(connection, url, now_us())
+    except SQLAlchemyError as error:
+        raise _unavailable(url, error) from error
+    finally:
+        await engine.dispose()
+
+
+async def _upgrade(connection: AsyncConnection, url: str, now_us: int) -> str:
+    newest = head()
+    before = await connection.run_sync(_revision)
+    if before == newest:
+        return newest
+    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    if before is not None and before not in known:
+        raise SchemaTooNew(
+            f"The database was made by a newer Terazi (schema {before}; this one knows up to {newest}). "
+            "Start the newer version, or restore a backup made before its upgrade."
+        )
+    config = alembic_config(url)
+
+    def run(sync_connection: Connection) -> None:
+        config.attributes["connection"] = sync_connection
+        command.upgrade(config, "head")
+
+    await connection.run_sync(run)
+    if before is None:
+        await tiers.create_defaults(connection, now_us)
+        await connection.execute(insert(tables.generation).values(id=1, value=1))
+    return newest
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _unavailable(url: str, error: SQLAlchemyError) -> StoreUnavailable:
+    path = sqlite_path(url)
+    where = "the database" if path is None else str(path)
+    reason = getattr(error, "orig", None) or error
+    return StoreUnavailable(f"Cannot open {where}: {reason}. Does the directory exist, and may this user write to it?")
+
+
+@asynccontextmanager
+async def _file_lock(url: str) -> AsyncIterator[None]:
+    """Hold DATABASE.migrate.lock; others wait. The kernel drops it with the process, so none is ever left behind."""
+    path = sqlite_path(url)
+    if path is None:
+        yield
+        return
+    lock_path = path.with_name(path.name + ".migrate.lock")
+    try:
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreUnavailable(f"Cannot write beside the database: {error.strerror}: {lock_path}") from error
+    try:
+        await _take(fd, lock_path)
+        yield
+    finally:
+        os.close(fd)
+
+
+async def _take(fd: int, lock_path: Path) -> None:
+    # Polled rather than waited for in a thread: a thread inside flock could not be given up at the time-out.
+    tries = round(LOCK_TIMEOUT_SECONDS / _LOCK_POLL_SECONDS)
+    for _ in range(tries):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return
+    raise StoreUnavailable(
+        f"Another process has been upgrading the database for {LOCK_TIMEOUT_SECONDS:.0f} s: {lock_path}"
+    )

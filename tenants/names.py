@@ -1,0 +1,24 @@
+"""One rule for the names of teams, projects, keys and tiers, the same in CLI, config and API.
+
+Lower-case ASCII letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 63 characters. So two
+names never differ only by case, spaces or look-alike letters, and no name is a spreadsheet formula or markup.
+"""
+
+import re
+
+from tenants.errors import Invalid
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+_NAME = re.compile(NAME_PATTERN, re.ASCII)
+
+
+def check_name(kind: str, name: str) -> str:
+    """`name` if it obeys the rule. Raises Invalid, saying the rule, otherwise."""
+    if _NAME.fullmatch(name) is None:
+        shown = name if len(name) <= 80 else name[:80] + "..."
+        raise Invalid(
+            f"{kind} name {shown!r} is not allowed: use 1 to 63 of a-z, 0-9, '.', '_' and '-', "
+            "beginning with a letter or digit.",
+            param="name",
+        )
+    return name

@@ -1,0 +1,74 @@
+"""The pepper: 32 random bytes that key the hashes of all API keys, kept beside the database, never in it."""
+
+import base64
+import binascii
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenants.errors import Invalid
+
+PEPPER_ENV = "TERAZI_PEPPER"
+PEPPER_FILE = "pepper"
+_PEPPER_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Pepper:
+    """The bytes and a short id, which is stored with each key so that a lost or swapped pepper is noticed."""
+
+    pepper_id: str
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Pepper(pepper_id={self.pepper_id!r})"
+
+    @staticmethod
+    def of(secret: bytes) -> "Pepper":
+        """Wrap raw bytes. Raises Invalid below 32 bytes."""
+        if len(secret) < _PEPPER_BYTES:
+            raise Invalid(f"The pepper must have at least {_PEPPER_BYTES} bytes.")
+        return Pepper(pepper_id=hashlib.sha256(b"terazi pepper id:" + secret).hexdigest()[:12], secret=secret)
+
+
+def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepper:
+    """The pepper from TERAZI_PEPPER (base64), else from DATA_DIR/pepper, created there with mode 0600 the first time.
+
+    Two processes may race: the file is created exclusively and complete, and the loser reads the winner's.
+    Raises Invalid when what is there is damaged: making a new one would lock every key out.
+    """
+    text = environ.get(PEPPER_ENV)
+    if text:
+        return _decode(text, f"the environment variable {PEPPER_ENV}")
+    path = data_dir / PEPPER_FILE
+    if not path.exists():
+        _create(path)
+    return _decode(path.read_text(encoding="ascii", errors="replace"), str(path))
+
+
+def _create(path: Path) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(base64.b64encode(os.urandom(_PEPPER_BYTES)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)  # fails when another process was first: then theirs is the pepper
+        except FileExistsError:
+            return
+    finally:
+        draft.unlink()
+
+
+def _decode(text: str, where: str) -> Pepper:
+    try:
+        secret = base64.b64decode(text.strip(), validate=True)
+    except (binascii.Error, ValueError):
+        secret = b""
+    if len(secret) < _PEPPER_BYTES:
+        raise Invalid(f"The pepper in {where} is damaged: it must be base64 of at least {_PEPPER_BYTES} bytes.")
+    return Pepper.of(secret)

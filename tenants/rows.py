@@ -1,0 +1,98 @@
+"""What the ledger books, as frozen values. Columns of LedgerRow are final; instants are UTC epoch microseconds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["ok", "client_closed", "timeout", "error", "lost", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEntry:
+    """A request that has been admitted and is about to go to the engine: what its row needs if we die first."""
+
+    request_id: str
+    key_id: int
+    key_public_id: str
+    project_id: int
+    project: str
+    team_id: int
+    team: str
+    tier: str
+    model: str
+    engine_id: str
+    engine_epoch: int
+    endpoint: str
+    stream: bool
+    received_at_us: int
+    admitted_at_us: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The latest known progress of an open request; optional, used only if its close never comes."""
+
+    request_id: str
+    output_tokens: int
+    device_us: int
+    started_at_us: int | None = None
+    first_token_at_us: int | None = None
+    level_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """One ended request. Exactly one for each OpenEntry."""
+
+    request_id: str
+    key_id: int
+    key_public_id: str
+    project_id: int
+    project: str
+    team_id: int
+    team: str
+    tier: str  # at start
+    model: str
+    engine_id: str
+    engine_epoch: int
+    endpoint: str
+    stream: bool
+    received_at_us: int
+    admitted_at_us: int
+    started_at_us: int | None = None  # first step
+    first_token_at_us: int | None = None
+    finished_at_us: int
+    prompt_tokens: int
+    cached_tokens: int = 0  # a part of prompt_tokens
+    output_tokens: int = 0
+    max_tokens: int
+    device_us: int = 0
+    level_path: str = ""  # "0>1>2"
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    num_recomputes: int = 0
+    num_promotions: int = 0
+    outcome: Outcome
+    finish_reason: str | None = None
+    error_code: str | None = None
+    attempts: int = 1  # inside the gateway; the team is charged once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSampleRow:
+    """One team over one interval that ended at `at_us`."""
+
+    at_us: int
+    team_id: int
+    interval_ms: int
+    served_us: int
+    entitled_us: int
+    backlogged_ms: int
+    waiting: int
+    running: int
+    lag_min_us: float
+    lag_max_us: float
+    promotions: int = 0
+    bytes_swapped_out: int = 0
+    bytes_swapped_in: int = 0

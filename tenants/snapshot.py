@@ -1,0 +1,206 @@
+"""The tenants as admission sees them: one frozen value in memory, replaced whole after each change.
+
+Admission never waits for SQL. When the database is away the last snapshot keeps answering, so a good key is never
+refused because of it; a change made here is seen by the next request, because each write reloads before it answers.
+"""
+
+import hmac
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from policies.sequences import TeamTerms
+from policies.tiers import Tier
+from tenants import key_format, tables
+from tenants.clock import epoch_us
+from tenants.database import Database
+from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable
+from tenants.pepper import Pepper
+from tenants.quotas import Limits as Limits
+
+_log = logging.getLogger("terazi.tenants")
+_NO_HASH = bytes(32)  # compared on a miss, so that a miss takes as long as a hit
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom a key stands for, and on what terms."""
+
+    key_id: int
+    key_public_id: str
+    project_id: int
+    project: str
+    team_id: int
+    team: str
+    tier: Tier
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """One key in the snapshot: who it is, and what proves it."""
+
+    identity: Identity
+    secret_hmac: bytes
+    expires_at_us: int | None
+    is_revoked: bool  # the key itself, or its team archived
+
+    def __repr__(self) -> str:
+        return f"KeyEntry({self.identity.key_public_id})"
+
+
+@dataclass(frozen=True, slots=True)
+class TeamEntry:
+    """One team that is not archived."""
+
+    team_id: int
+    name: str
+    tier: Tier
+    limits: Limits
+
+
+class Snapshot:
+    """All teams and keys at one moment. Immutable."""
+
+    def __init__(self, pepper: Pepper, keys: Mapping[str, KeyEntry], teams: tuple[TeamEntry, ...], generation: int = 0):
+        self._pepper = pepper
+        self._keys = MappingProxyType(dict(keys))  # by whole public id, never by a part of it
+        self.teams = teams
+        self.generation = generation
+
+    def __repr__(self) -> str:
+        return f"Snapshot(generation={self.generation}, teams={len(self.teams)}, keys={len(self._keys)})"
+
+    def identify(self, bearer: str, now: datetime) -> Identity:
+        """Whom this key (the text after `Bearer `) stands for at `now`.
+
+        Raises InvalidKey for anything unknown or wrong; KeyRevoked or KeyExpired only when the secret was right.
+        The secret is compared in constant time, and against a dummy when the public id is unknown.
+        """
+        parsed = key_format.parse(bearer)
+        if parsed is None:
+            raise InvalidKey
+        entry = self._keys.get(parsed.public_id)
+        expected = _NO_HASH if entry is None else entry.secret_hmac
+        matches = hmac.compare_digest(key_format.hash_secret(self._pepper.secret, parsed.secret), expected)
+        if entry is None or not matches:
+            raise InvalidKey
+        if entry.is_revoked:
+            raise KeyRevoked(f"API key {parsed.public_id} has been revoked.")
+        if entry.expires_at_us is not None and epoch_us(now) >= entry.expires_at_us:
+            raise KeyExpired(f"API key {parsed.public_id} has expired.")
+        return entry.identity
+
+    def team_terms(self) -> tuple[TeamTerms, ...]:
+        """Every team's terms for the scheduler, in order of team id."""
+        return tuple(team.tier.terms(team.team_id) for team in self.teams)
+
+
+Callback = Callable[[Snapshot], Awaitable[None] | None]
+
+
+class SnapshotHolder:
+    """Owns the current snapshot. Reload after every admin write; subscribers run after each reload, in order."""
+
+    def __init__(self, database: Database, pepper: Pepper) -> None:
+        self._database = database
+        self._pepper = pepper
+        self._callbacks: list[Callback] = []
+        self._current = Snapshot(pepper, {}, ())
+        self.num_failed_reloads = 0
+
+    @property
+    def current(self) -> Snapshot:
+        """The latest snapshot that could be read."""
+        return self._current
+
+    @property
+    def pepper(self) -> Pepper:
+        """What new keys are hashed with."""
+        return self._pepper
+
+    def subscribe(self, callback: Callback) -> None:
+        """Have `callback(snapshot)` run after each reload; it may return an awaitable."""
+        self._callbacks.append(callback)
+
+    async def reload(self) -> Snapshot:
+        """Read everything anew and tell the subscribers.
+
+        Raises StoreUnavailable when the database cannot be read; the old snapshot then stays.
+        """
+        try:
+            snapshot = await load_snapshot(self._database, self._pepper)
+        except SQLAlchemyError as error:
+            self.num_failed_reloads += 1
+            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
+        self._current = snapshot
+        for callback in self._callbacks:
+            result = callback(snapshot)
+            if inspect.isawaitable(result):
+                await result
+        return snapshot
+
+    async def refresh(self) -> bool:
+        """Reload if another process has written since (one small query). True if it did; raises as `reload` does."""
+        try:
+            async with self._database.session() as connection:
+                generation = await connection.scalar(select(tables.generation.c.value))
+        except SQLAlchemyError as error:
+            self.num_failed_reloads += 1
+            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
+        if generation == self._current.generation:
+            return False
+        await self.reload()
+        return True
+
+
+async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
+    """Read teams, tiers, quotas and keys in one transaction."""
+    t = tables
+    team_query = (
+        select(t.teams.c.id, t.teams.c.name, t.teams.c.archived_at_us, *t.TIER_COLUMNS, *t.LIMIT_COLUMNS)
+        .select_from(t.teams.join(t.tiers).outerjoin(t.quotas))
+        .order_by(t.teams.c.id)
+    )
+    key_query = select(t.api_keys, t.projects.c.team_id, t.projects.c.name.label("project")).join(t.projects)
+    async with database.session() as connection:
+        generation = await connection.scalar(select(t.generation.c.value))
+        team_rows = (await connection.execute(team_query)).mappings().all()
+        key_rows = (await connection.execute(key_query)).mappings().all()
+    entries: dict[int, TeamEntry] = {}
+    archived: set[int] = set()
+    for row in team_rows:
+        entries[row["id"]] = TeamEntry(row["id"], row["name"], t.tier_of(row), t.limits_of(row))
+        if row["archived_at_us"] is not None:
+            archived.add(row["id"])
+    keys: dict[str, KeyEntry] = {}
+    num_foreign = 0
+    for row in key_rows:
+        if row["pepper_id"] != pepper.pepper_id:
+            num_foreign += 1  # no secret can match a hash that another pepper made
+            continue
+        team = entries[row["team_id"]]
+        identity = Identity(
+            key_id=row["id"],
+            key_public_id=row["public_id"],
+            project_id=row["project_id"],
+            project=row["project"],
+            team_id=team.team_id,
+            team=team.name,
+            tier=team.tier,
+            limits=team.limits,
+        )
+        is_revoked = row["revoked_at_us"] is not None or team.team_id in archived
+        keys[row["public_id"]] = KeyEntry(identity, row["secret_hmac"], row["expires_at_us"], is_revoked)
+    if num_foreign:
+        _log.warning(
+            "%d API keys were made with another pepper than %s and cannot be used", num_foreign, pepper.pepper_id
+        )
+    live = tuple(entry for entry in entries.values() if entry.team_id not in archived)
+    return Snapshot(pepper, keys, live, generation or 0)

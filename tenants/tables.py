@@ -1,0 +1,219 @@
+"""The store's tables. Every constraint has a name, because SQLite's table rebuilds in later migrations need them.
+
+Instants are `*_at_us`: whole microseconds since 1970, UTC. Ids, not names, are what history refers to, so a renamed
+team keeps its past; the ledger also keeps the names as they were.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+from policies.tiers import Tier
+from tenants.quotas import Limits
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+Id = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by itself only for INTEGER
+NAME_LEN = 63
+
+tiers = Table(
+    "tiers",
+    metadata,
+    Column("name", String(NAME_LEN), primary_key=True),
+    Column("weight", Integer, nullable=False),
+    Column("start_level", Integer, nullable=False),
+    Column("starving_after_ms", Integer, nullable=False),
+    Column("promotion_burst_grants", Integer, nullable=False),
+    Column("max_queue_seconds", Integer, nullable=False),
+    Column("updated_at_us", BigInteger, nullable=False),
+    CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
+    CheckConstraint("start_level BETWEEN 0 AND 7", name="start_level"),
+    CheckConstraint("starving_after_ms > 0", name="starving_after"),
+    CheckConstraint("promotion_burst_grants >= 0", name="promotion_burst"),
+    CheckConstraint("max_queue_seconds > 0", name="max_queue"),
+)
+
+teams = Table(
+    "teams",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("name", String(NAME_LEN), nullable=False, unique=True),
+    Column("tier", String(NAME_LEN), ForeignKey("tiers.name"), nullable=False),
+    Column("created_at_us", BigInteger, nullable=False),
+    Column("archived_at_us", BigInteger),  # its keys die, its history stays
+    sqlite_autoincrement=True,  # an id is never given twice: the ledger refers to it for ever
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("team_id", Id, ForeignKey("teams.id"), nullable=False),
+    Column("name", String(NAME_LEN), nullable=False),
+    Column("created_at_us", BigInteger, nullable=False),
+    Index("uq_projects_team_id_name", "team_id", "name", unique=True),
+    sqlite_autoincrement=True,
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("public_id", String(12), nullable=False, unique=True),
+    Column("project_id", Id, ForeignKey("projects.id"), nullable=False, index=True),
+    Column("name", String(NAME_LEN), nullable=False),
+    Column("pepper_id", String(12), nullable=False),
+    Column("secret_hmac", LargeBinary(32), nullable=False),
+    Column("created_at_us", BigInteger, nullable=False),
+    Column("expires_at_us", BigInteger),
+    Column("revoked_at_us", BigInteger),
+    sqlite_autoincrement=True,
+)
+
+quotas = Table(  # no row, or null, is unlimited; 0 is none
+    "quotas",
+    metadata,
+    Column("team_id", Id, ForeignKey("teams.id"), primary_key=True, autoincrement=False),
+    Column("requests_per_minute", BigInteger),
+    Column("tokens_per_minute", BigInteger),
+    Column("concurrent", BigInteger),
+    Column("updated_at_us", BigInteger, nullable=False),
+    CheckConstraint("requests_per_minute >= 0", name="requests_per_minute"),
+    CheckConstraint("tokens_per_minute >= 0", name="tokens_per_minute"),
+    CheckConstraint("concurrent >= 0", name="concurrent"),
+)
+
+ledger = Table(  # append-only: one row for each request that was admitted, and none is ever changed
+    "ledger",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("request_id", String(128), nullable=False, unique=True),
+    Column("key_id", Id, nullable=False),
+    Column("key_public_id", String(12), nullable=False),
+    Column("project_id", Id, nullable=False),
+    Column("project", String(NAME_LEN), nullable=False),
+    Column("team_id", Id, nullable=False),
+    Column("team", String(NAME_LEN), nullable=False),
+    Column("tier", String(NAME_LEN), nullable=False),  # at start
+    Column("model", String(255), nullable=False),
+    Column("engine_id", String(64), nullable=False),
+    Column("engine_epoch", BigInteger, nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    Column("stream", Boolean, nullable=False),
+    Column("received_at_us", BigInteger, nullable=False),
+    Column("admitted_at_us", BigInteger, nullable=False),
+    Column("started_at_us", BigInteger),
+    Column("first_token_at_us", BigInteger),
+    Column("finished_at_us", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),  # a part of prompt_tokens
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("max_tokens", BigInteger, nullable=False),
+    Column("device_us", BigInteger, nullable=False),
+    Column("level_path", Text, nullable=False),
+    Column("num_preemptions", Integer, nullable=False),
+    Column("num_swaps", Integer, nullable=False),
+    Column("num_recomputes", Integer, nullable=False),
+    Column("num_promotions", Integer, nullable=False),
+    Column("outcome", String(16), nullable=False),
+    Column("finish_reason", String(16)),
+    Column("error_code", String(64)),
+    Column("attempts", Integer, nullable=False),
+    CheckConstraint("outcome IN ('ok','client_closed','timeout','error','lost','shutdown')", name="outcome"),
+    CheckConstraint("0 <= cached_tokens AND cached_tokens <= prompt_tokens", name="cached"),
+    CheckConstraint("output_tokens >= 0 AND device_us >= 0", name="amounts"),
+    Index("ix_ledger_finished_at_us", "finished_at_us"),
+    Index("ix_ledger_team_id_finished_at_us", "team_id", "finished_at_us"),
+    sqlite_autoincrement=True,
+)
+
+service_samples = Table(  # one row per active team and second: what it got and what it was entitled to
+    "service_samples",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),  # end of the interval
+    Column("team_id", Id, primary_key=True, autoincrement=False),
+    Column("interval_ms", Integer, nullable=False),
+    Column("served_us", BigInteger, nullable=False),
+    Column("entitled_us", BigInteger, nullable=False),
+    Column("backlogged_ms", Integer, nullable=False),
+    Column("waiting", Integer, nullable=False),
+    Column("running", Integer, nullable=False),
+    Column("lag_min_us", Float, nullable=False),
+    Column("lag_max_us", Float, nullable=False),
+    Column("promotions", Integer, nullable=False),
+    Column("bytes_swapped_out", BigInteger, nullable=False),
+    Column("bytes_swapped_in", BigInteger, nullable=False),
+)
+
+settings = Table(  # what the database decides for the server: policy, window and budgets come here; values are JSON
+    "settings",
+    metadata,
+    Column("name", String(NAME_LEN), primary_key=True),
+    Column("value", Text, nullable=False),
+    Column("updated_at_us", BigInteger, nullable=False),
+)
+
+generation = Table(  # one row, raised in the same transaction as each admin write: how other processes notice
+    "generation",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("value", BigInteger, nullable=False),
+    CheckConstraint("id = 1", name="single_row"),
+)
+
+audit = Table(  # one row for each admin write; detail is JSON without secrets
+    "audit",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("at_us", BigInteger, nullable=False, index=True),
+    Column("actor", String(NAME_LEN), nullable=False),
+    Column("action", String(NAME_LEN), nullable=False),
+    Column("target", String(255), nullable=False),
+    Column("detail", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+TIER_COLUMNS = tuple(
+    column.label(f"tier_{column.name}") for column in tiers.columns if column.name not in {"updated_at_us"}
+)
+LIMIT_COLUMNS = (quotas.c.requests_per_minute, quotas.c.tokens_per_minute, quotas.c.concurrent)
+
+
+def tier_of(row: Mapping[Any, Any], prefix: str = "tier_") -> Tier:
+    """The Tier in a row whose tier columns carry `prefix` (as TIER_COLUMNS do)."""
+    return Tier(
+        name=row[f"{prefix}name"],
+        weight=row[f"{prefix}weight"],
+        start_level=row[f"{prefix}start_level"],
+        starving_after_ms=row[f"{prefix}starving_after_ms"],
+        promotion_burst_grants=row[f"{prefix}promotion_burst_grants"],
+        max_queue_seconds=row[f"{prefix}max_queue_seconds"],
+    )
+
+
+def limits_of(row: Mapping[Any, Any]) -> Limits:
+    """The Limits in a row; a team without a quota row is unlimited."""
+    return Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])

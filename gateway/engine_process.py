@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig
+from gateway.settings import Settings
 
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
@@ -148,3 +149,24 @@ class EngineProcess:
                 # Until it listens, its own error line is the reason that `start` raises: not printed twice.
                 if self._is_listening or not line.startswith("terazi-engine:"):
                     print(line, file=sys.stderr, flush=True)
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        kind=settings.engine,
+        model=settings.model,
+        policy=settings.policy,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_threads=settings.num_threads,
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        block_size=settings.block_size,
+        kv_memory_bytes=settings.kv_memory,
+        host_kv_memory_bytes=settings.host_kv_memory,
+        max_queued_requests=settings.max_queued_requests,
+        deterministic=settings.deterministic,
+        cache_dir=settings.cache_dir,
+    )

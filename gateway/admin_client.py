@@ -1,0 +1,125 @@
+"""The admin API as the CLI calls it: over HTTP to the running server, or the same app in this process.
+
+Without a server the command holds the data directory's lock itself while it runs, so there is one writer and one code
+path either way.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gateway import lock
+from gateway.render import (
+    EXIT_CONFLICT,
+    EXIT_DENIED,
+    EXIT_ERROR,
+    EXIT_NOT_FOUND,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    CommandError,
+)
+from gateway.settings import load
+
+if TYPE_CHECKING:
+    import httpx
+
+_EXIT_OF_STATUS = {400: EXIT_USAGE, 401: EXIT_DENIED, 403: EXIT_DENIED, 404: EXIT_NOT_FOUND, 409: EXIT_CONFLICT}
+_EXIT_OF_STATUS |= {413: EXIT_USAGE, 422: EXIT_USAGE, 503: EXIT_UNREACHABLE}
+TIMEOUT_SECONDS = 30.0
+# A server that has the lock publishes its addresses soon after.
+STARTING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdminClient:
+    """Calls on the admin API. A refusal is a CommandError with the exit code of its status."""
+
+    http: "httpx.AsyncClient"
+
+    async def call(
+        self, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The JSON answer. Raises CommandError."""
+        import httpx
+
+        try:
+            answer = await self.http.request(method, path, json=body, params=params)
+        except httpx.HTTPError as error:
+            what = str(error) or type(error).__name__
+            raise CommandError(f"the server does not answer: {what}", EXIT_UNREACHABLE, "unreachable") from None
+        try:
+            content = answer.json()
+        except ValueError:
+            content = {}
+        if answer.is_success and isinstance(content, dict):
+            return content
+        error_body = content.get("error", {}) if isinstance(content, dict) else {}
+        message = error_body.get("message") or f"the server answered {answer.status_code}"
+        code = error_body.get("code") or "error"
+        raise CommandError(message, _EXIT_OF_STATUS.get(answer.status_code, EXIT_ERROR), code)
+
+
+@contextlib.asynccontextmanager
+async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
+    """The admin API of this data directory. Raises CommandError, DataDirLocked or DataDirUnusable."""
+    hold = lock.DataDirLock(data_dir)
+    try:
+        hold.acquire()
+    except lock.DataDirLocked:
+        async with _running_server(data_dir) as client:
+            yield client
+        return
+    try:
+        async with _in_process(data_dir) as client:
+            yield client
+    finally:
+        hold.release()
+
+
+@contextlib.asynccontextmanager
+async def _running_server(data_dir: Path) -> AsyncIterator[AdminClient]:
+    import httpx
+
+    deadline = time.monotonic() + STARTING_SECONDS
+    while (info := lock.read_server_info(data_dir)) is None:
+        if time.monotonic() > deadline or not lock.is_locked(data_dir):
+            raise lock.DataDirLocked(data_dir, lock.lock_holder(data_dir))
+        await asyncio.sleep(0.05)
+    headers = {"authorization": f"Bearer {lock.read_admin_token(data_dir)}"}
+    # trust_env=False: a proxy from the environment must never see the admin token.
+    async with httpx.AsyncClient(
+        base_url=info["admin_url"], headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False
+    ) as http:
+        yield AdminClient(http)
+
+
+@contextlib.asynccontextmanager
+async def _in_process(data_dir: Path) -> AsyncIterator[AdminClient]:
+    import httpx
+
+    from gateway.admin import admin_app
+    from gateway.offline import offline_admin_state
+
+    token = lock.admin_token(data_dir)
+    async with offline_admin_state(load({"data_dir": data_dir}, os.environ), token) as state:
+        transport = httpx.ASGITransport(admin_app(state))
+        headers = {"authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
+            yield AdminClient(http)
+
+
+def call(
+    data_dir: Path, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """One call, start to end, for a command."""
+
+    async def once() -> dict[str, Any]:
+        async with open_admin(data_dir) as client:
+            return await client.call(method, path, body=body, params=params)
+
+    return asyncio.run(once())

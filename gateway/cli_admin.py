@@ -1,0 +1,216 @@
+"""`terazi team|key|tier|quota`: each command is one call on the admin API."""
+
+import math
+import re
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from gateway.cli_options import DataDir, Json, data_dir_of
+from gateway.render import EXIT_USAGE, CommandError, print_json, print_record, print_table, reporting
+
+team_app = typer.Typer(help="Teams: who shares the GPU.", no_args_is_help=True)
+key_app = typer.Typer(help="API keys of teams.", no_args_is_help=True)
+tier_app = typer.Typer(help="Tiers: classes of service.", no_args_is_help=True)
+quota_app = typer.Typer(help="Limits of teams.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME")]
+Team = Annotated[str, typer.Argument(metavar="TEAM")]
+Number = str | None
+TEAMS, KEYS, TIERS = "/admin/v1/teams", "/admin/v1/keys", "/admin/v1/tiers"
+
+
+def _call(data_dir: Any, method: str, path: str, **how: Any) -> dict[str, Any]:
+    from gateway.admin_client import call
+
+    return call(data_dir_of(data_dir), method, path, **how)
+
+
+def _show(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+    else:
+        print_record(_flat(record))
+
+
+def _show_list(answer: dict[str, Any], as_json: bool, title: str) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        print_table([_flat(row) for row in answer["data"]], title=title)
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """Nested limits as columns of their own: `limits.concurrent` and so on; no limit is `unlimited`."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if name == "object":
+            continue
+        if isinstance(value, dict):
+            flat |= {inner: "unlimited" if v is None else v for inner, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _path(base: str, *parts: str) -> str:
+    return "/".join([base, *(quote(part, safe="") for part in parts)])
+
+
+@team_app.command("create")
+def team_create(
+    name: Name,
+    tier: Annotated[str, typer.Option("--tier", help="Its class of service.")] = "silver",
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Make a team."""
+    with reporting(as_json):
+        _show(_call(data_dir, "POST", TEAMS, body={"name": name, "tier": tier}), as_json)
+
+
+@team_app.command("list")
+def team_list(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """All teams."""
+    with reporting(as_json):
+        _show_list(_call(data_dir, "GET", TEAMS), as_json, "teams")
+
+
+@team_app.command("show")
+def team_show(name: Name, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """One team."""
+    with reporting(as_json):
+        _show(_call(data_dir, "GET", _path(TEAMS, name)), as_json)
+
+
+@team_app.command("set")
+def team_set(
+    name: Name,
+    tier: Annotated[str, typer.Option("--tier", help="Its new class of service.")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Change a team; running requests keep their terms."""
+    with reporting(as_json):
+        _show(_call(data_dir, "PATCH", _path(TEAMS, name), body={"tier": tier}), as_json)
+
+
+@key_app.command("create")
+def key_create(team: Team, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Make a key. It is shown once; only its hash is kept."""
+    with reporting(as_json):
+        answer = _call(data_dir, "POST", _path(TEAMS, team, "keys"), body={})
+        record = {name: answer[name] for name in ("id", "key", "team")}
+        _show(record, as_json)
+
+
+@key_app.command("list")
+def key_list(
+    team: Annotated[str | None, typer.Option("--team", help="Only this team's.")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """All keys by their public ids."""
+    with reporting(as_json):
+        _show_list(_call(data_dir, "GET", KEYS, params={"team": team} if team else None), as_json, "keys")
+
+
+@key_app.command("revoke")
+def key_revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Public id.")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Withdraw a key; it is refused within a second."""
+    with reporting(as_json):
+        _show(_call(data_dir, "POST", _path(KEYS, key_id, "revoke"), body={}), as_json)
+
+
+@tier_app.command("list")
+def tier_list(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """All tiers."""
+    with reporting(as_json):
+        _show_list(_call(data_dir, "GET", TIERS), as_json, "tiers")
+
+
+@tier_app.command("show")
+def tier_show(name: Name, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """One tier."""
+    with reporting(as_json):
+        _show(_call(data_dir, "GET", _path(TIERS, name)), as_json)
+
+
+@tier_app.command("set")
+def tier_set(
+    name: Name,
+    weight: Annotated[Number, typer.Option("--weight", metavar="N", help="Its part of the GPU: 1-1000.")] = None,
+    start_level: Annotated[
+        Number, typer.Option("--start-level", metavar="N", help="First level of its requests: 0-7.")
+    ] = None,
+    starving_after: Annotated[Number, typer.Option("--starving-after", metavar="TIME", help="300ms, 1s.")] = None,
+    promotion_burst_grants: Annotated[
+        Number, typer.Option("--promotion-burst-grants", metavar="N", help="Unused grants kept.")
+    ] = None,
+    max_queue_seconds: Annotated[
+        Number, typer.Option("--max-queue-seconds", metavar="N", help="Longest wait to start.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Change a tier; running requests keep their terms."""
+    with reporting(as_json):
+        given = {"weight": weight, "start_level": start_level, "promotion_burst_grants": promotion_burst_grants}
+        given |= {"max_queue_seconds": max_queue_seconds}
+        body = {name: _whole(name, text) for name, text in given.items() if text is not None}
+        if starving_after is not None:
+            body["starving_after_ms"] = _milliseconds(starving_after)
+        if not body:
+            raise CommandError("give at least one of the options, see --help", EXIT_USAGE, "usage")
+        _show(_call(data_dir, "PATCH", _path(TIERS, name), body=body), as_json)
+
+
+@quota_app.command("show")
+def quota_show(team: Team, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """A team's limits."""
+    with reporting(as_json):
+        _show(_call(data_dir, "GET", _path(TEAMS, team, "quota")), as_json)
+
+
+@quota_app.command("set")
+def quota_set(
+    team: Team,
+    requests_per_minute: Annotated[Number, typer.Option("--requests-per-minute", metavar="N|unlimited")] = None,
+    tokens_per_minute: Annotated[Number, typer.Option("--tokens-per-minute", metavar="N|unlimited")] = None,
+    concurrent: Annotated[Number, typer.Option("--concurrent", metavar="N|unlimited")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Set a team's limits: a whole number (0 is none at all) or the word unlimited. Those not given stay."""
+    with reporting(as_json):
+        given = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
+        given |= {"concurrent": concurrent}
+        limits = {
+            name: None if text == "unlimited" else _whole(name, text)
+            for name, text in given.items()
+            if text is not None
+        }
+        if not limits:
+            raise CommandError("give at least one limit, see --help", EXIT_USAGE, "usage")
+        _show(_call(data_dir, "PUT", _path(TEAMS, team, "quota"), body=limits), as_json)
+
+
+def _whole(name: str, text: str) -> int:
+    """A whole number in plain digits (the server knows the range); 1e400, 10,000 and NaN raise CommandError."""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
+        raise CommandError(f"{name}: {text!r} is not a whole number", EXIT_USAGE, "invalid_value")
+    if int(text) < 0:
+        raise CommandError(f"{name}: {text} is negative", EXIT_USAGE, "invalid_value")
+    return int(text)
+
+
+def _milliseconds(text: str) -> int:
+    from gateway.settings import Setting, parse_text
+
+    row = Setting("starving_after", "duration", 0.0, "", least=0.001, most=86400)
+    return math.ceil(float(parse_text(row, text, "starving_after")) * 1000)

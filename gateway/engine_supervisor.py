@@ -1,0 +1,74 @@
+"""Keeps one engine running for the gateway: start, connect, notice its death, start again with growing pauses."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from engine.config import EngineConfig
+from gateway.engine_process import EngineProcess, EngineStartError
+
+_log = logging.getLogger("terazi.engine")
+
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 30.0
+# An engine that ran this long died of something new: pauses start over.
+STEADY_SECONDS = 60.0
+STOP_GRACE_SECONDS = 5.0
+
+Hook = Callable[[], Awaitable[None]]
+
+
+class EngineSupervisor:
+    """Owns the engine process. `connect` runs after each start; `disconnect` after each death."""
+
+    def __init__(self, config: EngineConfig, socket_path: Path, connect: Hook, disconnect: Hook) -> None:
+        self._config = config
+        self._socket_path = socket_path
+        self._connect = connect
+        self._disconnect = disconnect
+        self._process: EngineProcess | None = None
+        self.num_restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return self._process.pid if self._process else None
+
+    async def run(self) -> None:
+        """Until cancelled. Raises EngineStartError when the very first start fails: then the settings are wrong."""
+        pause = FIRST_PAUSE_SECONDS
+        is_first = True
+        while True:
+            started = time.monotonic()
+            self._process = EngineProcess(self._config, self._socket_path)
+            try:
+                await self._process.start()
+                await self._connect()
+            except EngineStartError as error:
+                if is_first:
+                    raise
+                _log.error("the engine did not start again: %s", error)
+            except (OSError, EOFError) as error:
+                if is_first:
+                    raise EngineStartError(f"the engine does not talk: {error}") from error
+                _log.error("the engine does not talk: %s", error)
+                await self._process.stop(0.0)
+            else:
+                is_first = False
+                code = await self._process.wait()
+                end = f"signal {-code}" if code < 0 else f"exit code {code}"
+                _log.error("the engine ended with %s; its requests end with an error", end)
+            await self._disconnect()
+            if time.monotonic() - started > STEADY_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            _log.warning("starting the engine again in %.1f s", pause)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, MAX_PAUSE_SECONDS)
+            self.num_restarts += 1
+
+    async def stop(self) -> None:
+        """End the engine: its stdin closes, then SIGKILL after a grace."""
+        if self._process is not None:
+            await self._process.stop(STOP_GRACE_SECONDS)

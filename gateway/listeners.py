@@ -1,0 +1,94 @@
+"""Sockets and the uvicorn servers on them: bound by us, so that a taken port is one clear line, and run in one loop."""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import uvicorn
+
+_BIND_ATTEMPTS = 20  # a free IPv4 port may be taken on IPv6
+
+
+class ListenError(Exception):
+    """An address that cannot be listened on; the text names it and the fix."""
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to `gateway.serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def make_server(app: Any, *, keep_alive_timeout: float, drain_timeout: float) -> HttpServer:
+    """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(keep_alive_timeout),
+        # Streams get an error event at drain_timeout; what is left after this has not even read that.
+        timeout_graceful_shutdown=int(drain_timeout) + 5,
+    )
+    return HttpServer(config)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for host:port; `localhost` is 127.0.0.1 and ::1, `::` is every address of both families.
+
+    Port 0 takes one free port for all of them. Raises ListenError.
+    """
+    if host != "localhost":
+        return [_bind_one(host, port)]
+    for attempt in range(_BIND_ATTEMPTS):
+        first = _bind_one("127.0.0.1", port)
+        try:
+            return [first, _bind_one("::1", first.getsockname()[1])]
+        except OSError:
+            return [first]  # no IPv6 on this machine
+        except ListenError:
+            first.close()
+            if port or attempt == _BIND_ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _bind_one(host: str, port: int) -> socket.socket:
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+        )[0]
+    except socket.gaierror as error:
+        raise ListenError(f"cannot listen on {shown}: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and host == "::1":
+            raise
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(f"cannot listen on {shown}: the port is taken; choose another one") from None
+        raise ListenError(f"cannot listen on {shown}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(sockets: list[socket.socket], host: str) -> str:
+    """How a client on this machine reaches them."""
+    port = sockets[0].getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "localhost"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

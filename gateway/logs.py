@@ -1,0 +1,56 @@
+"""Log lines on stderr: one JSON object or one line of text each, with API keys and admin tokens taken out."""
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+
+# Wider than a whole key on purpose: a truncated key is still a secret. The public id stays, it is no secret.
+_SECRETS = re.compile(r"(trz-[0-9A-Za-z]{12}-)[0-9A-Za-z]{4,}|(trza-)[0-9A-Za-z_-]{4,}")
+_STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def redact(text: str) -> str:
+    """The text without secrets."""
+    return _SECRETS.sub(lambda found: (found[1] or found[2]) + "***", text)
+
+
+class TextFormatter(logging.Formatter):
+    """`time level logger message key=value ...`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extra = "".join(f" {name}={value}" for name, value in _extra(record).items())
+        line = f"{_time(record)} {record.levelname.lower()} {record.name} {record.getMessage()}{extra}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return redact(line)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; fields given as `extra` stand beside time, level, logger and message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        entry |= {"message": record.getMessage(), **_extra(record)}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return redact(json.dumps(entry, default=str))
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def set_up(log_format: str, level: str) -> None:
+    """Send every logger's lines to stderr. Library chatter below WARNING is dropped."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("terazi").setLevel(level.upper())

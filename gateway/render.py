@@ -1,0 +1,93 @@
+"""What commands print, and how they end: one JSON document or a table, and the exit codes of docs/reference.md.
+
+0 ok   1 error   2 usage   3 not found   4 conflict   5 denied   6 unreachable or locked
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_CONFLICT, EXIT_DENIED, EXIT_UNREACHABLE = 1, 2, 3, 4, 5, 6
+
+
+class CommandError(Exception):
+    """A command that cannot do what it was asked: one line and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_ERROR, code: str = "error") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.code = code
+
+
+@contextlib.contextmanager
+def reporting(as_json: bool) -> Iterator[None]:
+    """Turn what a command raises into one line on stderr (with --json also a document on stdout) and its exit code."""
+    from gateway.config_file import SettingsError
+    from gateway.lock import DataDirLocked, DataDirUnusable
+
+    try:
+        yield
+        return
+    except CommandError as error:
+        failure = error
+    except SettingsError as error:
+        failure = CommandError(str(error), EXIT_USAGE, "invalid_setting")
+    except DataDirLocked as error:
+        failure = CommandError(str(error), EXIT_UNREACHABLE, "data_dir_locked")
+    except DataDirUnusable as error:
+        failure = CommandError(str(error), EXIT_ERROR, "data_dir_unusable")
+    except BrokenPipeError:
+        # `terazi ... | head`: the reader has enough.
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    if as_json:
+        print_json({"error": {"code": failure.code, "message": str(failure)}})
+    print(f"terazi: {failure}", file=sys.stderr)
+    raise SystemExit(failure.exit_code)
+
+
+def print_json(value: Any) -> None:
+    """One document, and nothing else on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def cell(value: Any) -> str:
+    """A value as text: None is a dash, floats have 3 decimals, lists are joined."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(item) for item in value)
+    return str(value)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, title: str = "") -> None:
+    """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    if not rows:
+        print(f"{title}: none" if title else "none")
+        return
+    columns = columns or list(rows[0])
+    table = Table(title=title or None, title_justify="left")
+    for column in columns:
+        numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
+        table.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell(row.get(column))) for column in columns))
+    console.print(table)
+
+
+def print_record(record: Mapping[str, Any]) -> None:
+    """One thing as `name  value` lines."""
+    width = max((len(name) for name in record), default=0)
+    for name, value in record.items():
+        print(f"{name:<{width}}  {cell(value)}")

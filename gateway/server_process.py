@@ -1,0 +1,89 @@
+"""A `terazi serve` child process, as the demo and the benchmarks use it: start, wait until ready, stop."""
+
+import contextlib
+import http.client
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.lock import read_server_info
+from gateway.render import CommandError
+
+READY_SECONDS = 300.0
+POLL_SECONDS = 0.1
+
+
+class ServerProcess:
+    """One server on free ports. Use it as a context manager; leaving it drains and ends the server."""
+
+    def __init__(self, data_dir: Path, options: Sequence[str]) -> None:
+        self.data_dir = data_dir
+        self._options = list(options)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_path = data_dir.with_name(data_dir.name + ".log")
+        self.info: dict[str, Any] = {}
+
+    def __enter__(self) -> "ServerProcess":
+        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
+        command += ["--port", "0", "--admin-port", "0", *self._options]
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def host(self) -> str:
+        """Host of the OpenAI routes."""
+        return urlsplit(self.info["url"]).hostname or "127.0.0.1"
+
+    @property
+    def port(self) -> int:
+        """Port of the OpenAI routes."""
+        return urlsplit(self.info["url"]).port or 80
+
+    def stop(self) -> int:
+        """SIGTERM, wait for the drain, and the exit code."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                return self._process.wait(90)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return self._process.wait()
+
+    def _wait_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                tail = self._log_path.read_text(errors="replace").strip().splitlines()[-3:]
+                raise CommandError("the server did not start: " + " | ".join(tail))
+            info = read_server_info(self.data_dir)
+            if info is not None:
+                self.info = info
+                if self._is_ready():
+                    return
+            time.sleep(POLL_SECONDS)
+        raise CommandError(f"the server was not ready within {READY_SECONDS:.0f} s, see {self._log_path}")
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        connection.close()
+        return False

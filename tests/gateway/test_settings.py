@@ -1,0 +1,144 @@
+"""Settings: precedence, and that a wrong value stops the start with where it stands and the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config_file import SettingsError
+from gateway.settings import SETTINGS, as_rows, load
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "terazi.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_default_values_are_those_of_the_table() -> None:
+    settings = load({}, {})
+    for row in SETTINGS:
+        if row.name != "data_dir":
+            assert getattr(settings, row.name) == row.default
+    assert settings.data_dir.is_absolute()
+    assert set(settings.sources.values()) == {"default"}
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "server:\n  port: 1001\n  host: 0.0.0.0\nengine:\n  max_batch_size: 3\n  model: m-file\n")
+    environment = {"TERAZI_PORT": "1002", "TERAZI_MAX_BATCH_SIZE": "4", "TERAZI_DATA_DIR": str(tmp_path)}
+    settings = load({"port": "1003", "host": None}, environment, file)
+    assert (settings.port, settings.max_batch_size, settings.model, settings.host) == (1003, 4, "m-file", "0.0.0.0")
+    assert settings.policy == "eg-mlfq"
+    assert settings.sources["port"] == "flag --port"
+    assert settings.sources["max_batch_size"] == "environment TERAZI_MAX_BATCH_SIZE"
+    assert settings.sources["model"] == f"file {file}:6"
+    assert settings.sources["policy"] == "default"
+
+
+def test_the_config_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, "engine: {policy: fcfs}\n")
+    assert load({}, {"TERAZI_CONFIG": str(file)}).policy == "fcfs"
+
+
+def test_sizes_durations_and_listen_addresses(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "version: 1\n"
+        'server: {listen: "[::]:8090", admin_listen: 127.0.0.1:8091, max_body_bytes: 8388608, drain_timeout: 1500ms}\n'
+        "store: {journal_fsync_interval: 50ms, on_error: deny}\n"
+        "engine: {kv_memory: 2GiB, host_kv_memory: 1.5 MiB, deterministic: true}\n"
+        "logging: {format: json, bodies: none}\n",
+    )
+    settings = load({}, {}, file)
+    assert (settings.host, settings.port, settings.admin_host, settings.admin_port) == ("::", 8090, "127.0.0.1", 8091)
+    assert (settings.kv_memory, settings.host_kv_memory) == (2 << 30, 3 << 19)
+    assert (settings.drain_timeout, settings.journal_fsync_interval) == (1.5, 0.05)
+    assert settings.deterministic is True
+    assert settings.max_body_bytes == 8 << 20
+
+
+@pytest.mark.case("D11")
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("engine:\n  max_batch_sise: 4\n", 2, "did you mean engine.max_batch_size?"),
+        ("engin:\n  model: x\n", 1, "did you mean engine?"),
+        ("tiers:\n  gold: 1\n", 1, "unknown key tiers"),
+        ("server:\n  port: 1\nserver:\n  port: 2\n", 3, "server is given twice, first in line 1"),
+        ("server:\n  port: 1\n  host: a\n  port: 1\n", 4, "server.port is given twice, first in line 2"),
+        ('engine:\n  max_batch_size: "60"\n', 2, "'60' is not a whole number without quotes"),
+        ("engine:\n  max_batch_size: 6.5\n", 2, "6.5 is not a whole number"),
+        ("engine:\n  max_batch_size: true\n", 2, "True is not a whole number"),
+        ("engine:\n  max_batch_size: 0\n", 2, "must be at least 1"),
+        ("engine:\n  max_batch_size: -1\n", 2, "must be at least 1"),
+        ("engine:\n  max_batch_size: .nan\n", 2, "is not a whole number"),
+        ("engine:\n  kv_memory: 2Gib2\n", 2, "is not a size"),
+        ("engine:\n  kv_memory: .inf\n", 2, "is not a size"),
+        ("engine:\n  policy: eg-mlqf\n", 2, "did you mean eg-mlfq?"),
+        ("engine:\n  deterministic: 1\n", 2, "1 is not true or false"),
+        ("server:\n  drain_timeout: 60\n", 2, "60 is not a time with its unit"),
+        ("server:\n  drain_timeout: -60s\n", 2, "is not a time with its unit"),
+        ("server:\n  port: 70000\n", 2, "at most 65535"),
+        ("server:\n  listen: localhost\n", 2, "is not host:port"),
+        ("server:\n  port: 1\n  listen: a:2\n", 3, "server.listen sets port again, server.port did so"),
+        ("server:\n  port:\n", 2, "server.port has no value"),
+        ("server: 8080\n", 1, "server must be a mapping"),
+        ("server:\n  port: [1]\n", 2, "must be one value"),
+        ("- 1\n", 1, "must be a mapping"),
+        ("server:\n\tport: 1\n", 2, "cannot start any token"),
+        ("version: 2\n", 1, "version must be 1"),
+    ],
+)
+def test_a_typo_in_the_file_is_refused_with_its_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(SettingsError) as refused:
+        load({}, {}, file)
+    assert str(refused.value).startswith(f"{file}:{line}: ")
+    assert said in str(refused.value)
+
+
+@pytest.mark.case("S05")
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.getcwd []", "!!python/name:os.system ''", "!env HOME"])
+def test_yaml_tags_run_nothing(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(SettingsError):
+        load({}, {}, write(tmp_path, f"engine:\n  model: {tag}\n"))
+
+
+def test_a_file_that_is_missing_or_no_text_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        load({}, {}, tmp_path / "none.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        load({}, {}, binary)
+
+
+@pytest.mark.case("D11")
+def test_a_near_miss_in_the_environment_is_refused_and_foreign_names_are_not() -> None:
+    with pytest.raises(SettingsError, match="did you mean TERAZI_MAX_BATCH_SIZE"):
+        load({}, {"TERAZI_MAX_BATCH_SISE": "4"})
+    # What Kubernetes sets for a service called "terazi" is nobody's typo.
+    kubernetes = {
+        "TERAZI_PORT": "tcp://10.0.0.1:8080",
+        "TERAZI_SERVICE_PORT": "8080",
+        "TERAZI_PORT_8080_TCP": "tcp://10.0.0.1:8080",
+    }
+    assert load({}, kubernetes).port == 8080
+
+
+@pytest.mark.parametrize("text", ["", "1e3", "١", "0x10", "8 080", "8,080", "99999999999999999999"])
+def test_numbers_as_text_are_plain_digits(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"TERAZI_PORT: .* is not a whole number"):
+        load({}, {"TERAZI_PORT": text})
+
+
+def test_one_port_for_both_listeners_is_refused() -> None:
+    with pytest.raises(SettingsError, match="both 9000"):
+        load({"port": "9000", "admin_port": "9000"}, {})
+
+
+def test_config_show_masks_the_password_of_the_store() -> None:
+    rows = {row["name"]: row for row in as_rows(load({}, {"TERAZI_STORE_URL": "postgresql://u:s3cret@db/x"}))}
+    assert rows["store_url"]["value"] == "postgresql://u:***@db/x"
+    assert rows["store_url"]["source"] == "environment TERAZI_STORE_URL"
+    assert set(rows) == {row.name for row in SETTINGS}

@@ -1,0 +1,143 @@
+"""The policy's part of scheduling one step: begin, a pick for each slot, settle, and the leaving of what ended.
+
+    python benchmarks/policy_pick.py [--teams 100] [--queued 1000] [--slots 64] [--steps 2000] [--theta-ms N]
+
+Steady state: whatever ends is replaced by an arrival of a random team, so the number of live sequences stays put.
+Prints CPU microseconds per step (process_time, so other processes do not count), p50 and p99.
+"""
+
+import argparse
+import random
+import time
+
+from policies.config import PolicyConfig, from_profile
+from policies.cost import StepProfile, split_step
+from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.service import POLICIES, make_policy
+
+PROFILE = StepProfile(24_000.0, 700.0, 0.02, 900.0, 1.0)
+CHUNK = 256
+MAX_BATCH_TOKENS = 2048
+
+
+class Load:
+    """A stand-in for the scheduler that does as little as it can, so that the policy's time shows."""
+
+    def __init__(self, name: str, config: PolicyConfig, teams: int, seed: int = 1) -> None:
+        self.random = random.Random(seed)
+        self.policy = make_policy(name, config)
+        self.num_teams = teams
+        self.policy.configure(
+            [TeamTerms(i, weight=(1, 2, 4)[i % 3], start_level=(2, 1, 0)[i % 3]) for i in range(teams)], 0
+        )
+        self.prompt: dict[int, int] = {}  # tokens of prompt left
+        self.output: dict[int, int] = {}  # tokens of output left
+        self.context: dict[int, int] = {}
+        self.next_id = 0
+        self.now = 0
+
+    def arrive(self) -> None:
+        prompt = self.random.choice((16, 64, 256, 700))
+        self.next_id += 1
+        seq_id = self.next_id
+        self.prompt[seq_id], self.output[seq_id], self.context[seq_id] = (
+            prompt,
+            self.random.choice((4, 20, 100, 400)),
+            0,
+        )
+        work = PROFILE.prefill_work_us(0, prompt)
+        team = self.random.randrange(self.num_teams)
+        self.policy.arrive(SequenceTerms(seq_id, team, prompt, 0, work, 0, self.now), self.now)
+
+    def step(self, slots: int) -> int:
+        """One step; returns the CPU nanoseconds spent in the policy's calls (arrivals included)."""
+        policy = self.policy
+        works: dict[int, int] = {}
+        plan: list[tuple[int, int, bool]] = []
+        tokens = MAX_BATCH_TOKENS
+        # The work of a step is known beforehand, so that computing it is not counted.
+        upcoming = {s: self._next(s) for s in self.prompt}
+        start = time.process_time_ns()
+        policy.begin(self.now)
+        while len(plan) < slots and tokens > 0:
+            seq_id = policy.best()
+            if seq_id is None:
+                break
+            num_tokens, work, _ = upcoming[seq_id]
+            if num_tokens > tokens:
+                policy.refuse(seq_id)
+                continue
+            policy.take(seq_id, work)
+            tokens -= num_tokens
+            plan.append((seq_id, num_tokens, self.prompt[seq_id] == 0))
+            works[seq_id] = work
+        spent = time.process_time_ns() - start
+        marginals = [upcoming[seq_id][2] for seq_id, _, _ in plan]
+        duration = round(PROFILE.fixed_us + sum(marginals))
+        self.now += duration
+        served, ended = [], []
+        for (seq_id, num_tokens, is_decode), cost in zip(
+            plan, split_step(duration, marginals, PROFILE.fixed_us), strict=True
+        ):
+            self.context[seq_id] += num_tokens
+            if not is_decode:
+                self.prompt[seq_id] -= num_tokens
+            generated = self.prompt[seq_id] == 0
+            self.output[seq_id] -= generated
+            served.append(Served(seq_id, works[seq_id], cost, generated))
+            if self.output[seq_id] <= 0:
+                ended.append(seq_id)
+        start = time.process_time_ns()
+        policy.settle(served, self.now)
+        for seq_id in ended:
+            policy.leave(seq_id, self.now)
+        spent += time.process_time_ns() - start
+        for seq_id in ended:
+            del self.prompt[seq_id], self.output[seq_id], self.context[seq_id]
+            self.arrive()
+        return spent
+
+    def _next(self, seq_id: int) -> tuple[int, int, float]:
+        context = self.context[seq_id]
+        if self.prompt[seq_id]:
+            n = min(CHUNK, self.prompt[seq_id])
+            return n, PROFILE.prefill_work_us(context, n), PROFILE.prefill_marginal_us(context, n)
+        return 1, PROFILE.decode_work_us(context), PROFILE.decode_marginal_us(context)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--teams", type=int, default=100)
+    parser.add_argument("--queued", type=int, default=1000)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--window-ms", type=int, default=1000, help="tau_f; 0 with --theta-ms 0 is strict fair share")
+    parser.add_argument("--theta-ms", type=int, default=None)
+    args = parser.parse_args()
+    base = from_profile(
+        PROFILE, levels=8, fairness_window_us=args.window_ms * 1000, chunk_tokens=CHUNK, context_len=8192
+    )
+    config = PolicyConfig(
+        levels=base.levels,
+        base_quantum_us=base.base_quantum_us,
+        fairness_window_us=base.fairness_window_us,
+        theta_us=None if args.theta_ms is None else args.theta_ms * 1000,
+        step_cost_max_us=base.step_cost_max_us,
+        decode_work_us=base.decode_work_us,
+        chunk_work_us=base.chunk_work_us,
+    )
+    for name in POLICIES:
+        load = Load(name, config, args.teams)
+        for _ in range(args.queued + args.slots):
+            load.arrive()
+        for _ in range(300):
+            load.step(args.slots)
+        times = sorted(load.step(args.slots) / 1000 for _ in range(args.steps))
+        print(
+            f"{name}: p50 {times[len(times) // 2]:.0f} us, p99 {times[len(times) * 99 // 100]:.0f} us CPU per step "
+            f"({args.slots} slots, {args.teams} teams, {args.queued} queued, {args.steps} steps)"
+        )
+
+
+if __name__ == "__main__":
+    main()

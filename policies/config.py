@@ -1,0 +1,73 @@
+"""The policy's constants: levels, quanta, the gate's width and the bound on one sequence's part of a step.
+
+Everything here follows from the step profile and the settings, is fixed for the life of a policy, and is an integer,
+so that the same configuration and the same events give the same schedule. What also depends on the teams' weights
+(Theta, u) is worked out by `policies.shares` whenever the table of teams changes.
+"""
+
+from dataclasses import dataclass
+
+from policies.cost import StepProfile
+
+# The context length (tokens) at which the profiled decode step sets the first quantum: an ordinary chat.
+TYPICAL_CONTEXT_LEN = 512
+QUANTUM_DECODE_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Constants of a policy. Work and cost are integer microseconds. Raises ValueError for values out of range."""
+
+    levels: int = 8  # K; the last level's quantum is infinite
+    base_quantum_us: int = 50_000  # q_0, in work; q_k = q_0 * 2^k
+    quanta_us: tuple[int, ...] = ()  # when given, the quanta themselves: K of them (the last unused) or K - 1
+    fairness_window_us: int = 1_000_000  # tau_f * R_0: Theta is this over the sum of configured weights
+    theta_us: int | None = None  # when given, Theta itself, in cost per unit of weight
+    is_gated: bool = True  # False is Theta = infinity: level order without a gate
+    step_cost_max_us: int = 250_000  # the most that one sequence can cost in one step; u is this over the least weight
+    decode_work_us: int = 25_000  # guess at a decode step's work until a sequence has shown one
+    chunk_work_us: int = 200_000  # guess at a prompt chunk's work until a sequence has shown one
+
+    def __post_init__(self) -> None:
+        if self.levels < 1:
+            raise ValueError(f"levels is {self.levels}; a policy needs at least 1")
+        if self.quanta_us and len(self.quanta_us) not in (self.levels - 1, self.levels):
+            raise ValueError(f"{len(self.quanta_us)} quanta given for {self.levels} levels")
+        if min(self.quanta(), default=1) <= 0:
+            raise ValueError("quanta must be positive")
+        for name in ("fairness_window_us", "step_cost_max_us", "decode_work_us", "chunk_work_us"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is negative")
+        if self.theta_us is not None and self.theta_us < 0:
+            raise ValueError("theta_us is negative")
+
+    def quanta(self) -> tuple[int, ...]:
+        """The quanta of all levels but the last, which has none."""
+        if self.quanta_us:
+            return self.quanta_us[: self.levels - 1]
+        return tuple(self.base_quantum_us << level for level in range(self.levels - 1))
+
+    @property
+    def quantum_cost_us(self) -> int:
+        """The cost of q_0 by the profile: alone on the device a sequence pays exactly its work."""
+        return self.quanta()[0] if self.levels > 1 else self.base_quantum_us
+
+
+def from_profile(
+    profile: StepProfile, *, levels: int, fairness_window_us: int, chunk_tokens: int, context_len: int
+) -> PolicyConfig:
+    """The default constants (`docs/scheduling.md`): q_0 is twice the profiled decode step, u the largest chunk at the
+    largest context (or a decode there, if that is more). `chunk_tokens` is the most prompt tokens of one sequence in
+    one step.
+    """
+    chunk = max(1, min(chunk_tokens, context_len))
+    decode_work = profile.decode_work_us(min(TYPICAL_CONTEXT_LEN, context_len))
+    largest = max(profile.prefill_marginal_us(context_len - chunk, chunk), profile.decode_marginal_us(context_len))
+    return PolicyConfig(
+        levels=levels,
+        base_quantum_us=QUANTUM_DECODE_STEPS * decode_work,
+        fairness_window_us=fairness_window_us,
+        step_cost_max_us=round(profile.fixed_us + largest),
+        decode_work_us=decode_work,
+        chunk_work_us=profile.prefill_work_us(0, chunk),
+    )

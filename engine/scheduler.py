@@ -187,9 +187,7 @@ class Scheduler:
             works_us.append(work_us)
             picked.append(sequence)
             rows.append(
-                Row(
-                    seq_id, is_decode, start, token_ids, sequence.table.blocks, samples, request.sampling, len(output)
-                )
+                Row(seq_id, is_decode, start, token_ids, sequence.table.blocks, samples, request.sampling, len(output))
             )
             tokens_left -= end - start
             slots_left -= 1
@@ -212,9 +210,7 @@ class Scheduler:
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
         new_tokens: list[tuple[int, ...]] = []
-        for row, sequence, work_us, charge_us in zip(
-            plan.rows, step.sequences, step.works_us, charges_us, strict=True
-        ):
+        for row, sequence, work_us, charge_us in zip(plan.rows, step.sequences, step.works_us, charges_us, strict=True):
             sequence.num_computed = row.start + len(row.token_ids)
             sequence.device_us += charge_us
             tokens: tuple[int, ...] = ()

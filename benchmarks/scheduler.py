@@ -1,0 +1,164 @@
+"""CPU time of deciding: `schedule` + `apply` of one step, policy included, on a simulated engine.
+
+Default: 64 slots, 100 teams, 1,000 queued requests, kept at that by replacing each that ends. Two states are timed:
+`slots` (blocks are plenty, slots are what is short) and `blocks` (the KV pool is what is short, so waiting sequences
+are tried and refused in every step).
+
+    python -m benchmarks.scheduler [--policy eg-mlfq] [--steps 2000] [--json]
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+
+from engine.clock import VirtualClock
+from engine.config import EngineConfig
+from engine.messages import SamplingParams
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.sim.runner import SimRunner
+from policies.cost import StepProfile
+from policies.sequences import TeamTerms
+
+PROFILE = StepProfile(
+    fixed_us=24_000, prefill_token_us=550, prefill_attention_us=0.05, decode_row_us=900, decode_context_us=1.2
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """CPU microseconds per step over the timed steps."""
+
+    policy: str
+    short_of: str
+    slots: int
+    teams: int
+    queued: int
+    steps: int
+    rows_mean: float
+    p50_us: float
+    p99_us: float
+    schedule_p50_us: float
+    apply_p50_us: float
+    modelled_step_p50_us: float
+
+
+def measure(
+    policy_name: str, *, short_of: str, slots: int, teams: int, queued: int, steps: int, warmup: int, seed: int
+) -> Timing:
+    """Time `steps` steps of a loaded scheduler."""
+    from policies.config import from_profile
+    from policies.service import make_policy
+
+    rng = random.Random(seed)
+    config = EngineConfig(kind="sim", policy=policy_name, max_batch_size=slots)
+    tokens_mean = 700
+    blocks = (
+        slots * tokens_mean // config.block_size * (4 if short_of == "slots" else 1) * (3 if short_of == "slots" else 1)
+    )
+    if short_of == "blocks":
+        blocks = blocks // 2
+    policy = make_policy(
+        policy_name,
+        from_profile(
+            PROFILE,
+            levels=config.levels,
+            fairness_window_us=config.fairness_window_ms * 1000,
+            chunk_tokens=config.prefill_chunk_tokens,
+            context_len=8192,
+        ),
+    )
+    clock = VirtualClock()
+    runner = SimRunner(PROFILE, clock)
+    scheduler = Scheduler(config, policy, PROFILE, max(blocks, 256))
+    policy.configure([TeamTerms(team, weight=(1, 2, 4)[team % 3], start_level=team % 3) for team in range(teams)], 0)
+    serial = 0
+
+    def refill() -> None:
+        nonlocal serial
+        while scheduler.num_live < queued + slots:
+            num_prompt = rng.randint(16, 600)
+            sampling = SamplingParams(
+                seed=serial, max_tokens=min(1500, 1 + int(rng.expovariate(1 / 250))), ignore_eos=True
+            )
+            request = Request(f"r{serial}", rng.randrange(teams), 0, (65,) * num_prompt, sampling, clock.now_us())
+            scheduler.add(request, clock.now_us())
+            serial += 1
+
+    schedule_us: list[float] = []
+    apply_us: list[float] = []
+    durations: list[int] = []
+    rows = 0
+    for index in range(warmup + steps):
+        refill()
+        t0 = time.thread_time_ns()
+        plan = scheduler.schedule(clock.now_us())
+        t1 = time.thread_time_ns()
+        assert plan is not None
+        result = runner.execute(plan)
+        t2 = time.thread_time_ns()
+        scheduler.apply(plan, result, clock.now_us())
+        t3 = time.thread_time_ns()
+        if index >= warmup:
+            schedule_us.append((t1 - t0) / 1000)
+            apply_us.append((t3 - t2) / 1000)
+            durations.append(result.duration_us)
+            rows += len(plan.rows)
+    both = sorted(a + b for a, b in zip(schedule_us, apply_us, strict=True))
+    return Timing(
+        policy=policy_name,
+        short_of=short_of,
+        slots=slots,
+        teams=teams,
+        queued=queued,
+        steps=steps,
+        rows_mean=round(rows / steps, 1),
+        p50_us=round(both[len(both) // 2], 1),
+        p99_us=round(both[len(both) * 99 // 100], 1),
+        schedule_p50_us=round(sorted(schedule_us)[steps // 2], 1),
+        apply_p50_us=round(sorted(apply_us)[steps // 2], 1),
+        modelled_step_p50_us=sorted(durations)[steps // 2],
+    )
+
+
+def main() -> None:
+    """Time each policy asked for in both states and print one line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", action="append", help="default: eg-mlfq and fcfs")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--teams", type=int, default=100)
+    parser.add_argument("--queued", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    timings = [
+        measure(
+            name,
+            short_of=short_of,
+            slots=arguments.slots,
+            teams=arguments.teams,
+            queued=arguments.queued,
+            steps=arguments.steps,
+            warmup=arguments.warmup,
+            seed=arguments.seed,
+        )
+        for name in arguments.policy or ["eg-mlfq", "fcfs"]
+        for short_of in ("slots", "blocks")
+    ]
+    if arguments.json:
+        print(json.dumps([asdict(timing) for timing in timings], indent=2))
+        return
+    for timing in timings:
+        print(
+            f"{timing.policy:8} short of {timing.short_of:6} {timing.rows_mean:5} rows: "
+            f"p50 {timing.p50_us:7} us, p99 {timing.p99_us:7} us of CPU "
+            f"(schedule {timing.schedule_p50_us}, apply {timing.apply_p50_us}; step {timing.modelled_step_p50_us})"
+        )
+
+
+if __name__ == "__main__":
+    main()

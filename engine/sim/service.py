@@ -1,0 +1,44 @@
+"""The parts of a simulated engine that serves in real time: no model is loaded, only described."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.model_config import read_model_config
+from engine.model_store import describe
+from engine.parts import EngineParts
+from engine.sim.runner import PacedClock, SimRunner
+from policies.cost import StepProfile
+
+KV_ELEMENT_BYTES = 2  # as if it were served in bfloat16
+
+
+def fixed_profile() -> StepProfile:
+    """The step profile that ships with the engine: SmolLM2-135M, bfloat16, on one core of a server CPU."""
+    text = resources.files("engine").joinpath("data/step_profile_fixed.json").read_text("utf-8")
+    document = json.loads(text)
+    return StepProfile(**{name: float(document[name]) for name in StepProfile.__dataclass_fields__})
+
+
+def printable_token_ids(vocab_size: int) -> range:
+    """Ids that are most likely plain text: behind the special and the single-byte tokens, before the rare ones."""
+    return range(400, 8000) if vocab_size >= 8000 else range(vocab_size // 2, vocab_size)
+
+
+def build(config: EngineConfig) -> EngineParts:
+    """A runner that sleeps the modelled time, with the KV pool the real model would have."""
+    model = describe(config.model, config.cache_dir, dtype="bfloat16", device="sim", num_threads=config.num_threads)
+    block_bytes = read_model_config(Path(model.path)).kv_bytes_per_token(KV_ELEMENT_BYTES) * config.block_size
+    if config.kv_memory_bytes < block_bytes:
+        raise ValueError(f"kv memory of {config.kv_memory_bytes} bytes holds no block of {block_bytes} bytes; raise it")
+    profile = fixed_profile()
+    clock = PacedClock()
+    return EngineParts(
+        runner=SimRunner(profile, clock, token_ids=printable_token_ids(model.vocab_size)),
+        clock=clock,
+        profile=profile,
+        model=model,
+        num_device_blocks=config.kv_memory_bytes // block_bytes,
+        num_host_blocks=config.host_kv_memory_bytes // block_bytes,
+    )

@@ -8,6 +8,7 @@ a commit must survive a power failure.
 """
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,11 +18,14 @@ from sqlalchemy import Connection, Insert, Table, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from tenants.errors import Invalid, StoreUnavailable
+
+# What a database that is away, full or broken raises: drivers let some errors through unwrapped.
+STORE_ERRORS: tuple[type[Exception], ...] = (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable)
 
 BUSY_TIMEOUT_MS = 10_000
 WAL_SIZE_LIMIT_BYTES = 64 * 1024**2

@@ -13,13 +13,12 @@ from datetime import datetime
 from types import MappingProxyType
 
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 
 from policies.sequences import TeamTerms
 from policies.tiers import Tier
 from tenants import key_format, tables
 from tenants.clock import epoch_us
-from tenants.database import Database
+from tenants.database import STORE_ERRORS, Database
 from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable
 from tenants.pepper import Pepper
 from tenants.quotas import Limits as Limits
@@ -136,7 +135,7 @@ class SnapshotHolder:
         """
         try:
             snapshot = await load_snapshot(self._database, self._pepper)
-        except SQLAlchemyError as error:
+        except STORE_ERRORS as error:
             self.num_failed_reloads += 1
             raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
         self._current = snapshot
@@ -151,7 +150,7 @@ class SnapshotHolder:
         try:
             async with self._database.session() as connection:
                 generation = await connection.scalar(select(tables.generation.c.value))
-        except SQLAlchemyError as error:
+        except STORE_ERRORS as error:
             self.num_failed_reloads += 1
             raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
         if generation == self._current.generation:

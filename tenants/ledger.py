@@ -1,0 +1,336 @@
+"""The ledger: one row for each request that was admitted, whatever becomes of it.
+
+`open` and `close` append to the journal and return; one task writes the rows to SQL in batches, one transaction each.
+The token path never waits for SQL. While SQL fails, rows stay in the journal and the task tries again with back-off.
+A crash is the same as a long failure: at the next start the journal is replayed, rows that are already there are
+skipped by their request id, and opens without a close are booked as "lost" with their last known progress.
+
+Request ids are drawn by the gateway, never taken from a caller: a second row with the same id is ignored.
+
+Service samples go the same way without the journal: they are for reports, bounded, and the oldest are dropped first.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Table, select
+from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tenants import tables
+from tenants.clock import wall_clock_us
+from tenants.database import STORE_ERRORS, Database, insert_or_ignore
+from tenants.errors import StoreUnavailable
+from tenants.journal import Journal, Replay, sync_and_close
+from tenants.rows import LedgerRow as LedgerRow
+from tenants.rows import OpenEntry as OpenEntry
+from tenants.rows import Progress as Progress
+from tenants.rows import ServiceSampleRow as ServiceSampleRow
+
+_log = logging.getLogger("terazi.ledger")
+_ROW_FIELDS = tuple(field.name for field in fields(LedgerRow))
+_SAMPLE_FIELDS = tuple(field.name for field in fields(ServiceSampleRow))
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """Bounds and rhythms of one ledger."""
+
+    journal_fsync_interval_seconds: float = 0.05  # what a power failure may cost
+    journal_bytes_max: int = 256 * 1024**2  # above it no new request is admitted
+    journal_segment_bytes: int = 8 * 1024**2
+    batch_rows_max: int = 200  # one transaction
+    samples_max: int = 20_000  # waiting for SQL; the oldest are dropped first
+    retry_seconds_first: float = 0.1
+    retry_seconds_max: float = 5.0
+    on_error: str = "serve"  # or "deny": refuse new requests as soon as SQL fails
+
+
+class Ledger:
+    """Owns the journal and the only task that writes ledger rows and samples.
+
+    `directory` is DATA_DIR/journal. `sleep` and `now_us` are injected for tests.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        directory: Path,
+        settings: LedgerSettings | None = None,
+        *,
+        now_us: Callable[[], int] = wall_clock_us,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._database = database
+        self._settings = settings or LedgerSettings()
+        self._journal = Journal(
+            directory,
+            bytes_max=self._settings.journal_bytes_max,
+            segment_bytes=self._settings.journal_segment_bytes,
+        )
+        self._now_us = now_us
+        self._sleep = sleep
+        self._rows: deque[LedgerRow] = deque()
+        self._samples: deque[ServiceSampleRow] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._writer: asyncio.Task[None] | None = None
+        self._syncer: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._has_failed = False
+        self.num_failures = 0  # SQL transactions that failed
+        self.num_rejected = 0  # rows the database can never take; kept in rejected.jsonl
+        self.num_samples_dropped = 0
+        self.num_lost = 0  # booked as lost at this start
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Book what an earlier life left in the journal, then begin. Raises StoreUnavailable."""
+        replay = self._journal.replay()
+        num_rows = 0
+        try:
+            for batch in _batches(self._replayed_rows(replay), self._settings.batch_rows_max):
+                await self._write(batch, [])
+                num_rows += len(batch)
+        except STORE_ERRORS as error:
+            raise StoreUnavailable(f"The journal of the last run cannot be booked: {error}") from error
+        if num_rows:
+            _log.info("replayed the journal: %d rows, of which %d lost", num_rows, self.num_lost)
+        self._journal.begin()
+        self._writer = asyncio.create_task(self._run_writer(), name="ledger-writer")
+        self._syncer = asyncio.create_task(self._run_syncer(), name="ledger-syncer")
+
+    def _replayed_rows(self, replay: Replay) -> Iterator[LedgerRow]:
+        yield from replay.rows()
+        self.num_lost = len(replay.unfinished)
+        for entry in replay.unfinished.values():
+            yield lost_row(entry, replay.progress.get(entry.request_id), self._now_us())
+
+    async def stop(self) -> None:
+        """Write what is left to SQL; what SQL refuses stays in the journal for the next start."""
+        assert self._writer is not None and self._syncer is not None, "the ledger was not started"
+        self._is_stopping = True
+        self._wake.set()
+        try:
+            await self._writer
+        finally:
+            self._syncer.cancel()
+            await asyncio.gather(self._syncer, return_exceptions=True)
+            self._journal.close()
+
+    async def flush(self) -> None:
+        """Wait until SQL has everything that was closed before."""
+        await self._idle.wait()
+
+    # --- booking ------------------------------------------------------------------------------------------------
+
+    def open(self, entry: OpenEntry) -> None:
+        """A request is admitted and about to be submitted. Raises StoreUnavailable: then do not submit it."""
+        if self._has_failed and self._settings.on_error == "deny":
+            raise StoreUnavailable("The database does not take the ledger's rows now.")
+        if self._writer is None or self._writer.done():
+            raise StoreUnavailable("The ledger is not running.")
+        self._journal.append_open(entry)
+
+    def progress(self, progress: Progress) -> None:
+        """Where an open request stands, for its row if we die before its end. Optional."""
+        try:
+            self._journal.append_progress(progress)
+        except StoreUnavailable as error:
+            _log.warning("progress is not journalled: %s", error.message)
+
+    def close(self, row: LedgerRow) -> None:
+        """A request has ended: exactly one call for each `open`, before the last byte goes to the client."""
+        if self._journal.holds_close(row.request_id):
+            _log.error("request %s was closed twice; the second row is ignored", row.request_id)
+            return
+        try:
+            self._journal.append_close(row)
+        except StoreUnavailable as error:
+            _log.error("a close is kept in memory only: %s", error.message)  # SQL may still take it
+        self._rows.append(row)
+        self._idle.clear()
+        self._wake.set()
+
+    def add_samples(self, samples: Sequence[ServiceSampleRow]) -> None:
+        """Service samples of one interval."""
+        self._samples.extend(samples)
+        while len(self._samples) > self._settings.samples_max:
+            self._samples.popleft()
+            self.num_samples_dropped += 1
+        if self._samples:
+            self._idle.clear()
+            self._wake.set()
+
+    @property
+    def backlog(self) -> int:
+        """Ended requests whose rows are not in SQL yet."""
+        return len(self._rows)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have been opened and not closed."""
+        return self._journal.num_open
+
+    @property
+    def is_failing(self) -> bool:
+        """True while the latest SQL transaction failed."""
+        return self._has_failed
+
+    @property
+    def has_room(self) -> bool:
+        """False while a new request would be refused."""
+        return self._journal.has_room and not (self._has_failed and self._settings.on_error == "deny")
+
+    # --- the writer ---------------------------------------------------------------------------------------------
+
+    async def _run_writer(self) -> None:
+        wait = self._settings.retry_seconds_first
+        while True:
+            if not self._rows and not self._samples:
+                self._idle.set()
+                if self._is_stopping:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                await self._write_batch()
+            except STORE_ERRORS as error:
+                self.num_failures += 1
+                if not self._has_failed:  # once for each outage, not for each try
+                    _log.error("the database does not take ledger rows, they stay in the journal: %s", error)
+                self._has_failed = True
+                if self._is_stopping:
+                    return
+                await self._sleep(wait)
+                wait = min(wait * 2, self._settings.retry_seconds_max)
+            else:
+                if self._has_failed:
+                    _log.info("the database takes ledger rows again")
+                self._has_failed = False
+                wait = self._settings.retry_seconds_first
+
+    async def _write_batch(self) -> None:
+        size = self._settings.batch_rows_max
+        rows = [self._rows[i] for i in range(min(size, len(self._rows)))]
+        samples = [self._samples.popleft() for _ in range(min(size, len(self._samples)))]
+        try:
+            await self._write(rows, samples)
+        except STORE_ERRORS:
+            room = max(0, self._settings.samples_max - len(self._samples))
+            kept = samples[max(0, len(samples) - room) :]
+            self.num_samples_dropped += len(samples) - len(kept)
+            self._samples.extendleft(reversed(kept))
+            raise
+        for _ in rows:
+            self._rows.popleft()
+        self._journal.committed(row.request_id for row in rows)
+
+    async def _write(self, rows: Sequence[LedgerRow], samples: Sequence[ServiceSampleRow]) -> None:
+        try:
+            async with self._database.begin_immediate() as connection:
+                await _insert_rows(connection, rows)
+                await _insert_samples(connection, samples)
+        except (IntegrityError, DataError):
+            # One row that can never be taken must not hold up the others for ever.
+            await self._write_singly(rows, samples)
+
+    async def _write_singly(self, rows: Sequence[LedgerRow], samples: Sequence[ServiceSampleRow]) -> None:
+        for row in rows:
+            try:
+                async with self._database.begin_immediate() as connection:
+                    await _insert_rows(connection, [row])
+            except (IntegrityError, DataError) as error:
+                self.num_rejected += 1
+                _log.error("the database can never take the row of %s: %s", row.request_id, error.orig)
+                self._journal.set_aside(row)
+        for sample in samples:
+            try:
+                async with self._database.begin_immediate() as connection:
+                    await _insert_samples(connection, [sample])
+            except (IntegrityError, DataError) as error:
+                self.num_samples_dropped += 1
+                _log.error("the database can never take a service sample: %s", error.orig)
+
+    async def _run_syncer(self) -> None:
+        while True:
+            await self._sleep(self._settings.journal_fsync_interval_seconds)
+            dirty = self._journal.take_dirty()
+            if dirty is None:
+                continue
+            fds, mark = dirty
+            try:
+                for fd in fds:
+                    await asyncio.to_thread(sync_and_close, fd)
+            except OSError as error:
+                _log.error("the journal cannot be synced: %s", error)
+            else:
+                self._journal.synced(mark)
+
+
+def lost_row(entry: OpenEntry, progress: Progress | None, now_us: int) -> LedgerRow:
+    """The row of a request whose end nobody saw."""
+    opened = {field.name: getattr(entry, field.name) for field in fields(OpenEntry)}
+    reached: dict[str, Any] = {}
+    if progress is not None:
+        reached = {field.name: getattr(progress, field.name) for field in fields(Progress)}
+    return LedgerRow(
+        **(reached | opened),
+        finished_at_us=max(now_us, entry.admitted_at_us),
+        outcome="lost",
+        error_code="gateway_died",
+    )
+
+
+def _batches(rows: Iterator[LedgerRow], size: int) -> Iterator[list[LedgerRow]]:
+    batch: list[LedgerRow] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+async def _insert_rows(connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
+    await _insert(connection, tables.ledger, _ROW_FIELDS, rows, "request_id")
+
+
+async def _insert_samples(connection: AsyncConnection, samples: Sequence[ServiceSampleRow]) -> None:
+    await _insert(connection, tables.service_samples, _SAMPLE_FIELDS, samples, "at_us", "team_id")
+
+
+async def _insert(
+    connection: AsyncConnection, table: Table, names: tuple[str, ...], rows: Sequence[object], *unique: str
+) -> None:
+    if rows:
+        values = [{name: getattr(row, name) for name in names} for row in rows]
+        await connection.execute(insert_or_ignore(connection, table, *unique), values)
+
+
+async def recent_use(connection: AsyncConnection, now_us: int) -> list[tuple[int, float, int]]:
+    """What was admitted within the last minute, for `Leases.seed`: (team_id, age in seconds, tokens), oldest first.
+
+    Requests of the last run that never closed are in the ledger too by then, as "lost".
+    """
+    t = tables.ledger.c
+    since = now_us - 60_000_000
+    query = (
+        select(t.team_id, t.admitted_at_us, t.prompt_tokens + t.output_tokens)
+        # Whoever was admitted in the window finished in it too, and that column has the index.
+        .where(t.finished_at_us > since, t.admitted_at_us > since)
+        .order_by(t.admitted_at_us)
+    )
+    return [
+        (team_id, max(0.0, (now_us - admitted_at_us) / 1e6), tokens)
+        for team_id, admitted_at_us, tokens in await connection.execute(query)
+    ]

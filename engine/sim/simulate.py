@@ -1,0 +1,282 @@
+"""What would this trace have done under that policy? The production core and scheduler on a virtual clock.
+
+The same trace, settings and profile give the same bytes; each policy's schedule is hashed, step by step, to show it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from engine.clock import VirtualClock
+from engine.config import EngineConfig
+from engine.core import EngineCore, Runner
+from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler
+from engine.sim.runner import SimRunner
+from engine.sim.workload import TraceRequest
+from policies.config import from_profile
+from policies.cost import StepProfile
+from policies.service import make_policy
+from policies.tiers import DEFAULT_TIERS, Tier
+
+DEFAULT_TIER = "silver"
+CONTEXT_LEN = 8192  # of SmolLM2-135M, as is the KV of a token in bfloat16
+KV_BYTES_PER_TOKEN = 23_040
+_VOCAB_SIZE = 128
+
+
+class HashingRunner:
+    """Passes plans on to a runner and keeps a digest of every schedule it saw."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._digest = blake2b(digest_size=16)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the plan and add who ran, from where and how far."""
+        rows = ";".join(f"{row.seq_id},{row.start},{len(row.token_ids)}" for row in plan.rows)
+        self._digest.update(f"{plan.step_id}:{rows}\n".encode())
+        return self._runner.execute(plan)
+
+    def release(self, seq_id: int) -> None:
+        """Pass on."""
+        self._runner.release(seq_id)
+
+    @property
+    def schedule_hash(self) -> str:
+        return self._digest.hexdigest()
+
+
+@dataclass(slots=True)
+class _Record:
+    """What became of one request of the trace."""
+
+    request: TraceRequest
+    first_token_us: int | None = None
+    ended_us: int | None = None  # None: refused
+    num_preemptions: int = 0
+    device_us: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """One policy's run over the whole trace."""
+
+    policy: str
+    records: list[_Record] = field(default_factory=list)
+    num_steps: int = 0
+    ended_us: int = 0
+    schedule_hash: str = ""
+    entitled_us: dict[str, int] = field(default_factory=dict)
+    served_us: dict[str, int] = field(default_factory=dict)
+
+
+def simulate(
+    trace: Sequence[TraceRequest],
+    policies: Iterable[str],
+    *,
+    profile: StepProfile,
+    config: EngineConfig | None = None,
+    team_tiers: Mapping[str, str] | None = None,
+    tiers: Iterable[Tier] = DEFAULT_TIERS,
+    num_device_blocks: int | None = None,
+    context_len: int = CONTEXT_LEN,
+) -> dict[str, Any]:
+    """Replay `trace` under each policy: {"trace": ..., "policies": [one report each, in the order given]}.
+
+    `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` the KV pool is
+    what `config.kv_memory_bytes` holds of SmolLM2-135M's. Times in reports are seconds. Raises ValueError for an
+    unknown policy or tier.
+    """
+    config = config or EngineConfig(kind="sim")
+    if num_device_blocks is None:
+        num_device_blocks = max(1, config.kv_memory_bytes // (config.block_size * KV_BYTES_PER_TOKEN))
+    by_name = {tier.name: tier for tier in tiers}
+    tier_of: dict[str, Tier] = {}
+    for team in sorted({request.team for request in trace}):
+        tier_name = (team_tiers or {}).get(team, DEFAULT_TIER)
+        if tier_name not in by_name:
+            raise ValueError(f"team {team!r} has tier {tier_name!r}; there are: {', '.join(by_name)}")
+        tier_of[team] = by_name[tier_name]
+    runs = [_replay(trace, policy, tier_of, config, profile, num_device_blocks, context_len) for policy in policies]
+    return {
+        "trace": {
+            "num_requests": len(trace),
+            "num_teams": len(tier_of),
+            "seconds": _seconds(max((request.at_us for request in trace), default=0)),
+            "prompt_tokens": sum(request.prompt_tokens for request in trace),
+            "output_tokens": sum(request.output_tokens for request in trace),
+        },
+        "policies": [_report(run, tier_of, config, profile) for run in runs],
+    }
+
+
+def report_lines(report: Mapping[str, Any]) -> str:
+    """A report as JSON lines, one for each policy."""
+    return "".join(json.dumps(policy, sort_keys=True) + "\n" for policy in report["policies"])
+
+
+def isolated_us(profile: StepProfile, config: EngineConfig, prompt_tokens: int, output_tokens: int) -> int:
+    """How long a request takes alone on an idle engine: what a slowdown is measured against."""
+    total = start = 0
+    chunk = config.prefill_chunk_tokens
+    while start < prompt_tokens:
+        end = min(prompt_tokens, (start // chunk + 1) * chunk, start + config.max_batch_tokens)
+        total += max(1, round(profile.fixed_us + profile.prefill_marginal_us(start, end - start)))
+        start = end
+    for context_len in range(prompt_tokens + 1, prompt_tokens + output_tokens):
+        total += max(1, round(profile.fixed_us + profile.decode_marginal_us(context_len)))
+    return total
+
+
+def _replay(
+    trace: Sequence[TraceRequest],
+    policy_name: str,
+    tier_of: Mapping[str, Tier],
+    config: EngineConfig,
+    profile: StepProfile,
+    num_device_blocks: int,
+    context_len: int,
+) -> _Run:
+    clock = VirtualClock()
+    runner = HashingRunner(SimRunner(profile, clock))
+    constants = from_profile(
+        profile,
+        levels=config.levels,
+        fairness_window_us=config.fairness_window_ms * 1000,
+        chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
+        context_len=context_len,
+    )
+    policy = make_policy(policy_name, constants)
+    model = ModelInfo(
+        name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="", device="sim"
+    )
+    core = EngineCore(config, Scheduler(config, policy, profile, num_device_blocks), runner, clock, model)
+    team_ids = {team: team_id for team_id, team in enumerate(tier_of)}
+    core.configure(ConfigureTeams(teams=tuple(_entry(team_ids[team], tier) for team, tier in tier_of.items())))
+
+    run = _Run(policy_name, [_Record(request) for request in trace])
+    arrived = 0
+    while arrived < len(trace) or core.has_work:
+        while arrived < len(trace) and trace[arrived].at_us <= clock.now_us():
+            core.add(_submit(arrived, trace[arrived], team_ids))
+            arrived += 1
+        if not core.has_work:
+            clock.advance_to(trace[arrived].at_us)
+            continue
+        done = core.step()
+        if done is None:
+            continue
+        run.num_steps += 1
+        for event in done.tokens:
+            record = run.records[int(event.request_id)]
+            if event.token_ids and record.first_token_us is None:
+                record.first_token_us = clock.now_us()
+        for finished in done.finished:
+            record = run.records[int(finished.request_id)]
+            record.ended_us = clock.now_us()
+            record.num_preemptions = finished.num_preemptions
+            record.device_us = finished.device_us
+            run.ended_us = clock.now_us()
+    run.schedule_hash = runner.schedule_hash
+    names = list(tier_of)
+    for service in policy.team_service():
+        run.served_us[names[service.team_id]] = service.served_us
+        run.entitled_us[names[service.team_id]] = service.entitled_us
+    return run
+
+
+def _submit(index: int, request: TraceRequest, team_ids: Mapping[str, int]) -> Submit:
+    return Submit(
+        request_id=str(index),
+        team_id=team_ids[request.team],
+        prompt_token_ids=(0,) * request.prompt_tokens,
+        sampling=SamplingParams(seed=index, max_tokens=request.output_tokens, ignore_eos=True),
+    )
+
+
+def _entry(team_id: int, tier: Tier) -> TeamEntry:
+    terms = tier.terms(team_id)
+    return TeamEntry(
+        team_id=team_id,
+        weight=terms.weight,
+        start_level=terms.start_level,
+        starving_after_us=terms.starving_after_us,
+        promotion_burst_grants=terms.promotion_burst_grants,
+    )
+
+
+def _report(run: _Run, tier_of: Mapping[str, Tier], config: EngineConfig, profile: StepProfile) -> dict[str, Any]:
+    served_us = sum(run.served_us.values())
+    teams = []
+    for team, tier in tier_of.items():
+        records = [record for record in run.records if record.request.team == team]
+        share, entitled = run.served_us.get(team, 0), run.entitled_us.get(team, 0)
+        teams.append(
+            {
+                "team": team,
+                "tier": tier.name,
+                "weight": tier.weight,
+                "share": _ratio(share, served_us),
+                "entitled_share": _ratio(entitled, served_us),
+                **_figures(records, config, profile),
+            }
+        )
+    output_tokens = sum(r.request.output_tokens for r in run.records if r.ended_us is not None)
+    return {
+        "policy": run.policy,
+        "schedule_hash": run.schedule_hash,
+        "num_steps": run.num_steps,
+        "seconds": _seconds(run.ended_us),
+        "output_tokens": output_tokens,
+        "output_tokens_per_second": _ratio(output_tokens * 1_000_000, run.ended_us),
+        "total": _figures(run.records, config, profile),
+        "teams": teams,
+    }
+
+
+def _figures(records: Sequence[_Record], config: EngineConfig, profile: StepProfile) -> dict[str, Any]:
+    ended = [record for record in records if record.ended_us is not None]
+    first_us: list[int] = []
+    whole_us: list[int] = []
+    slowdowns: list[float] = []
+    for record in ended:
+        assert record.ended_us is not None and record.first_token_us is not None
+        request = record.request
+        alone_us = isolated_us(profile, config, request.prompt_tokens, request.output_tokens)
+        first_us.append(record.first_token_us - request.at_us)
+        whole_us.append(record.ended_us - request.at_us)
+        slowdowns.append((record.ended_us - request.at_us) / alone_us)
+    return {
+        "num_requests": len(records),
+        "num_refused": len(records) - len(ended),
+        "num_preemptions": sum(record.num_preemptions for record in ended),
+        "device_seconds": _seconds(sum(record.device_us for record in ended)),
+        "ttft_seconds": _distribution([us / 1_000_000 for us in first_us]),
+        "jct_seconds": _distribution([us / 1_000_000 for us in whole_us]),
+        "slowdown": _distribution(slowdowns),
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median and tail by nearest rank; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+
+    def rank(percent: int) -> float:
+        return round(ordered[max(0, -(-len(ordered) * percent // 100) - 1)], 6)
+
+    mean = round(sum(ordered) / len(ordered), 6)
+    return {"mean": mean, "p50": rank(50), "p95": rank(95), "p99": rank(99), "max": round(ordered[-1], 6)}
+
+
+def _ratio(part: int, whole: int) -> float:
+    return round(part / whole, 6) if whole else 0.0
+
+
+def _seconds(us: int) -> float:
+    return round(us / 1_000_000, 6)

@@ -36,7 +36,7 @@ class ConversionError(ValueError):
 def convert_gguf(source: Path, target: Path) -> None:
     """Write model.safetensors, config.json, tokenizer.json and tokenizer_config.json of `source` into `target`."""
     reader = GGUFReader(str(source))
-    meta = {name: field for name, field in reader.fields.items()}
+    meta = dict(reader.fields.items())
 
     def value(name: str, default: Any = None) -> Any:
         return meta[name].contents() if name in meta else default
@@ -104,7 +104,7 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of q and k (pairs 2i, 2i+1 side by side) into halves (i, i + d/2) as transformers has."""
+    """Undo llama.cpp's row order of q and k: pairs (2i, 2i + 1) side by side become halves (i, i + d/2)."""
     rows = values.shape[0]
     paired = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(values.shape))

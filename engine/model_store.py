@@ -44,6 +44,7 @@ class StoredModel:
     path: Path
     sha256: str  # of the source file for a built-in; of config, tokenizer and file sizes for a directory
     config: ModelConfig
+    num_tokens: int  # ids the tokenizer knows; the embedding may have more rows
 
 
 def cache_root(cache_dir: str = "") -> Path:
@@ -57,7 +58,11 @@ def describe(model: str, cache_dir: str = "", *, dtype: str = "", device: str = 
 
     Raises ModelStoreError when it is missing, damaged or of an unknown kind.
     """
-    stored = prepare(model, cache_dir)
+    return model_info(prepare(model, cache_dir), dtype=dtype, device=device, num_threads=num_threads)
+
+
+def model_info(stored: StoredModel, *, dtype: str, device: str, num_threads: int) -> ModelInfo:
+    """`stored` as the wire's hello carries it."""
     return ModelInfo(
         name=stored.name,
         path=str(stored.path),
@@ -84,7 +89,7 @@ def prepare(model: str, cache_dir: str = "") -> StoredModel:
         names = ", ".join(BUILT_IN_MODELS)
         raise ModelStoreError(f"model {model!r} is neither a built-in name ({names}) nor a directory")
     config = check_directory(path)
-    return StoredModel(path.resolve().name, path.resolve(), _fingerprint(path), config)
+    return StoredModel(path.resolve().name, path.resolve(), _fingerprint(path), config, _num_tokens(path))
 
 
 def find_gguf() -> Path | None:
@@ -114,14 +119,7 @@ def check_directory(path: Path) -> ModelConfig:
         config = read_model_config(path)
     except ModelConfigError as error:
         raise ModelStoreError(str(error)) from None
-    try:
-        tokenizer = json.loads((path / "tokenizer.json").read_text("utf-8"))
-    except FileNotFoundError:
-        raise ModelStoreError(f"{path / 'tokenizer.json'} is missing: the model has no tokenizer") from None
-    except (OSError, ValueError) as error:
-        raise ModelStoreError(f"{path / 'tokenizer.json'} cannot be read: {error}") from None
-    if not isinstance(tokenizer, dict) or "model" not in tokenizer:
-        raise ModelStoreError(f"{path / 'tokenizer.json'} is not a tokenizers document")
+    _num_tokens(path)
     found: dict[str, tuple[int, ...]] = {}
     try:
         for file in weight_files(path):
@@ -171,7 +169,7 @@ def _built_in(
         config = read_model_config(target)
     except ModelConfigError as error:
         raise ModelStoreError(f"{error}; delete {target} and start again") from None
-    return StoredModel(name, target, sha256, config)
+    return StoredModel(name, target, sha256, config, _num_tokens(target))
 
 
 def _check_gguf() -> None:
@@ -217,11 +215,28 @@ def _make(target: Path, convert: Callable[[Path], None]) -> None:
     except OSError as error:
         if not _is_whole(target):
             raise ModelStoreError(
-                f"model cache {target.parent} cannot be written: {error.strerror}; free some space or set TERAZI_CACHE_DIR"
+                f"model cache {target.parent} cannot be written: {error.strerror}; "
+                "free some space or set TERAZI_CACHE_DIR"
             ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(work.with_name(work.name + ".damaged"), ignore_errors=True)
+
+
+def _num_tokens(path: Path) -> int:
+    """One more than the largest id of tokenizer.json."""
+    file = path / "tokenizer.json"
+    try:
+        document = json.loads(file.read_text("utf-8"))
+        vocab = document["model"]["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        return max(*ids, *(int(token["id"]) for token in document.get("added_tokens") or ()), -1) + 1
+    except FileNotFoundError:
+        raise ModelStoreError(f"{file} is missing: the model has no tokenizer") from None
+    except OSError as error:
+        raise ModelStoreError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelStoreError(f"{file} is not a tokenizers document") from None
 
 
 def _write_manifest(directory: Path) -> None:

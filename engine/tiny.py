@@ -1,11 +1,12 @@
 """A tiny random model, `tiny-random`: the same bytes on every machine, made in a second without a network.
 
 Three Llama layers with grouped-query attention and tied embeddings, and a small byte-level BPE whose merges are counted
-from the text below. Its output means nothing, but every token depends on all tokens before it, which is what tests need.
+from the text below. Its output means nothing, but every token depends on all before it, which is what tests need.
 """
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ SEED = 20_240_607
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 512
 CONTEXT_LEN = 2048
-TEXT = """the scales weigh what each team was given and what each team was owed and a short answer does not wait behind a
-long one when many teams share one machine the work of every step is written down and paid for by the team that caused it
-a request enters the gateway with a key and leaves with tokens and one row in the ledger system user assistant hello world
-in between it waits runs pauses and runs again but the words it gets are the same as if it had been alone"""
+TEXT = """the scales weigh what each team was given and what each team was owed and a short answer does not wait behind
+a long one when many teams share one machine the work of every step is written down and paid for by the team that caused
+it a request enters the gateway with a key and leaves with tokens and one row in the ledger system user assistant hello
+world in between it waits runs pauses and runs again but the words it gets are the same as if it had been alone"""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -85,12 +86,12 @@ def write_tiny_model(target: Path, *, dtype: str = "F32", seed: int = SEED, **ov
 
 
 def tiny_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A `tokenizers` JSON document: specials, the 256 bytes, then merges in order of frequency (Sennrich et al. 2016)."""
+    """A `tokenizers` JSON document: specials, the 256 bytes, then merges in order of frequency (Sennrich 2016)."""
     vocab = [*SPECIAL_TOKENS, *(byte_symbol(byte) for byte in range(256))]
     words = [["Ġ", *word] for word in TEXT.split()]
     merges: list[tuple[str, str]] = []
     while len(vocab) < min(vocab_size, VOCAB_SIZE):
-        pairs = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in words for pair in pairwise(word))
         if not pairs:
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))

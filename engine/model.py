@@ -1,0 +1,186 @@
+"""A generic Llama decoder over packed rows: one forward pass serves decode rows and prompt chunks of many sequences.
+
+Rows are `[tokens, hidden]`, decode rows first. Every row-wise function goes through its row classes, rotary positions
+use only separate multiplications and additions (fused ones may round differently at the end of a vector), and attention
+keeps sequences apart: so a row's logits are a function of its own sequence alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from engine.attention import AttentionBackend, Span
+from engine.attention.gather_sdpa import GatherSdpa
+from engine.kv_cache import KVCache
+from engine.model_config import ModelConfig, rope_inverse_frequencies
+from engine.row_classes import RowClasses, RowFn, decode_counts, prefill_counts, probe
+from engine.weights import Layer, Linear, Weights, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The packed rows of one forward pass."""
+
+    token_ids: list[int]
+    decode: tuple[Span, ...]
+    prefill: tuple[Span, ...]
+    sample_rows: list[int]  # rows whose logits are wanted
+
+
+class Model:
+    """Weights, rotary tables and row classes of one decoder. Holds no sequence state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype, self.device = weights.embedding.dtype, device
+        self._set_rotary_tables()
+        self.classes = self._probe(max_batch_size, max_batch_tokens)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        pack: bool = True,
+    ) -> "Model":
+        """Read a checked model directory. Raises ModelStoreError."""
+        weights = load_weights(path, config, dtype, device, pack=pack)
+        return cls(config, weights, max_batch_size=max_batch_size, max_batch_tokens=max_batch_tokens, device=device)
+
+    def attention(self, cache: KVCache) -> AttentionBackend:
+        """The attention backend for this model over `cache`."""
+        return GatherSdpa(self.config, cache)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """Logits [len(sample_rows), vocab] in the model's dtype; writes the KV of every row."""
+        spans = (*batch.decode, *batch.prefill)
+        num_decode = len(batch.decode)
+        slots, fresh = _slots(spans, cache.block_size)
+        if fresh:
+            cache.clear(torch.tensor(fresh, device=self.device))
+        token_index = cache.token_index(torch.tensor(slots, device=self.device))
+        positions = torch.tensor([p for s in spans for p in range(s.start, s.end)], device=self.device)
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        plan = attention.plan(batch.decode, batch.prefill)
+
+        x = self.weights.embedding[torch.tensor(batch.token_ids, device=self.device)]
+        for i, layer in enumerate(self.weights.layers):
+            normed = self._run("norm", self._norm(layer.input_norm), x, num_decode)
+            qkv = self._run("qkv", layer.qkv, normed, num_decode)
+            x = x + self._run(
+                "output", layer.output, self._attend(i, qkv, cos, sin, token_index, cache, attention, plan), num_decode
+            )
+            x = x + self._mlp(layer, x, num_decode)
+        sampled = x[torch.tensor(batch.sample_rows, dtype=torch.long, device=self.device)]
+        if not batch.sample_rows:
+            return sampled.new_zeros((0, self.config.vocab_size))
+        # Every sampled row is one class, whether its token came from a prompt or not.
+        count = len(batch.sample_rows)
+        return self._run(
+            "lm_head", self.weights.lm_head, self._run("norm", self._norm(self.weights.norm), sampled, count), count
+        )
+
+    def _attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        token_index: torch.Tensor,
+        cache: KVCache,
+        attention: AttentionBackend,
+        plan: Any,
+    ) -> torch.Tensor:
+        config = self.config
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        turned = config.num_heads + config.num_kv_heads
+        rotated = rotate(heads[:, :turned], cos, sin)
+        cache.write(layer, token_index, rotated[:, config.num_heads :], heads[:, turned:])
+        return attention.attend(layer, rotated[:, : config.num_heads], plan).flatten(1)
+
+    def _mlp(self, layer: Layer, x: torch.Tensor, num_decode: int) -> torch.Tensor:
+        normed = self._run("norm", self._norm(layer.post_norm), x, num_decode)
+        gate_up = self._run("gate_up", layer.gate_up, normed, num_decode)
+        return self._run("down", layer.down, self._run("swiglu", swiglu, gate_up, num_decode), num_decode)
+
+    def _run(self, name: str, fn: RowFn, rows: torch.Tensor, num_decode: int) -> torch.Tensor:
+        return self.classes[name].run(fn, rows, num_decode)
+
+    def _norm(self, weight: torch.Tensor) -> RowFn:
+        return lambda rows: F.rms_norm(rows, (rows.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _set_rotary_tables(self) -> None:
+        frequencies = torch.tensor(rope_inverse_frequencies(self.config), dtype=torch.float32)
+        angles = torch.arange(self.config.context_len, dtype=torch.float32).unsqueeze(1) * frequencies
+        # [context, head_dim]: the sine carries the sign of the rotated half.
+        self._cos = torch.cat([angles.cos(), angles.cos()], dim=-1).to(self.device)
+        self._sin = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(self.device)
+
+    @torch.inference_mode()
+    def _probe(self, max_batch_size: int, max_batch_tokens: int) -> dict[str, RowClasses]:
+        decode, prefill = decode_counts(max_batch_size), prefill_counts(max_batch_tokens)
+        layer = self.weights.layers[0]
+        functions: dict[str, tuple[RowFn, int, Sequence[int]]] = {
+            "norm": (self._norm(layer.input_norm), self.config.hidden_size, prefill),
+            "qkv": (layer.qkv, self.config.hidden_size, prefill),
+            "output": (layer.output, layer.output.in_features, prefill),
+            "gate_up": (layer.gate_up, self.config.hidden_size, prefill),
+            "swiglu": (swiglu, 2 * self.config.intermediate_size, prefill),
+            "down": (layer.down, self.config.intermediate_size, prefill),
+            "lm_head": (self.weights.lm_head, self.config.hidden_size, ()),
+        }
+        generator = torch.Generator().manual_seed(0)
+        classes = {}
+        for name, (fn, width, counts) in functions.items():
+            rows = max(decode[-1], max(counts, default=0))
+            sample = torch.randn((rows, width), generator=generator).to(self.device, self.dtype)
+            classes[name] = probe(name, fn, sample, decode, counts)
+        return classes
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of [tokens, heads, head_dim] in float32, returned in the input's dtype."""
+    wide = heads.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos).add_(torch.cat([second, first], dim=-1).mul_(sin)).to(heads.dtype)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up over fused rows [rows, 2 * intermediate]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _slots(spans: Sequence[Span], block_size: int) -> tuple[list[int], list[int]]:
+    """Cache slots of the spans' tokens, and the blocks that get their first token now."""
+    slots: list[int] = []
+    fresh: list[int] = []
+    for span in spans:
+        for position in range(span.start, span.end):
+            block = span.block_table[position // block_size]
+            if position % block_size == 0:
+                fresh.append(block)
+            slots.append(block * block_size + position % block_size)
+    return slots, fresh
+
+
+__all__ = ["Batch", "Linear", "Model", "rotate", "swiglu"]

@@ -1,0 +1,93 @@
+"""What a request's end means in tokens and in its ledger row. Pure: facts in, numbers out."""
+
+from dataclasses import dataclass
+
+from gateway.engine_client import RequestStream
+from gateway.errors import GatewayError
+from tenants.rows import LedgerRow, OpenEntry, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended, as its ledger row says it."""
+
+    outcome: Outcome
+    finish_reason: str | None = None
+    error_code: str | None = None
+
+
+UNEXPECTED = Ending("error", error_code="internal_error")
+CLIENT_CLOSED = Ending("client_closed", error_code="client_closed")
+SHUTDOWN = Ending("shutdown", error_code="draining")
+
+
+def ending_of(error: GatewayError) -> Ending:
+    """The ending that an error answer stands for."""
+    if error.code == "queue_timeout":
+        return Ending("timeout", error_code=error.code)
+    if error.code == "draining":
+        return SHUTDOWN
+    return Ending("error", error_code=error.code)
+
+
+def has_run(stream: RequestStream) -> bool:
+    """It was in at least one step."""
+    return stream.num_tokens > 0 or stream.device_us > 0
+
+
+def tokens_used(entry: OpenEntry, stream: RequestStream, ending: Ending) -> int | None:
+    """Tokens to settle, or None when everything is to be given back.
+
+    A caller pays for its prompt and what was really generated. Who left before its first step has made a request and
+    used no tokens; whom we refused before its first step (queue timeout, engine lost, shutdown) has not even that.
+    While the engine's count is not known, what left it may have computed counts.
+    """
+    if has_run(stream):
+        output = stream.finished.output_tokens if stream.finished else stream.num_tokens
+        return entry.prompt_tokens + output
+    if ending.outcome != "client_closed":
+        return None
+    return entry.prompt_tokens if stream.finished is None else 0
+
+
+def ledger_row(
+    entry: OpenEntry,
+    stream: RequestStream | None,
+    ending: Ending,
+    *,
+    finished_at_us: int,
+    first_token_at_us: int | None,
+) -> LedgerRow:
+    """The request's one row. The engine's own count wins; without it, what was received of it."""
+    opened = {name: getattr(entry, name) for name in OpenEntry.__slots__}
+    finished = stream.finished if stream is not None else None
+    if stream is None or finished is None:
+        return LedgerRow(
+            **opened,
+            first_token_at_us=first_token_at_us,
+            finished_at_us=finished_at_us,
+            output_tokens=stream.num_tokens if stream is not None else 0,
+            device_us=stream.device_us if stream is not None else 0,
+            level_path=str(stream.level) if stream is not None and has_run(stream) else "",
+            outcome=ending.outcome,
+            finish_reason=ending.finish_reason,
+            error_code=ending.error_code,
+        )
+    admitted = entry.admitted_at_us
+    return LedgerRow(
+        **opened,
+        started_at_us=admitted + finished.queued_us if has_run(stream) else None,
+        first_token_at_us=admitted + finished.first_token_us if finished.output_tokens else None,
+        finished_at_us=finished_at_us,
+        cached_tokens=finished.cached_tokens,
+        output_tokens=finished.output_tokens,
+        device_us=finished.device_us,
+        level_path=">".join(map(str, finished.level_path)),
+        num_preemptions=finished.num_preemptions,
+        num_swaps=finished.num_swaps,
+        num_recomputes=finished.num_recomputes,
+        num_promotions=finished.num_promotions,
+        outcome=ending.outcome,
+        finish_reason=ending.finish_reason,
+        error_code=ending.error_code,
+    )

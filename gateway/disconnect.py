@@ -1,0 +1,50 @@
+"""Noticing that a client has left, while its request is queued, in prefill, decoding or waiting for its own answer.
+
+An ASGI server does not cancel a handler that waits: somebody must be awaiting `receive()`. `Departure` does, from the
+moment the body has been read until the request has ended.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Receive
+
+from gateway.errors import ClientGone
+
+
+class Departure:
+    """Owns the task that watches one client. Start it, and stop it in the request's `finally`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._task: asyncio.Task[None] | None = None
+        self._on_leave: Callable[[], None] | None = None
+        self.is_gone = False
+
+    def start(self) -> None:
+        """Begin to watch; the body must have been read."""
+        self._task = asyncio.create_task(self._watch(), name="client-departure")
+
+    def on_leave(self, callback: Callable[[], None]) -> None:
+        """Call this once when the client leaves, at once if it has."""
+        self._on_leave = callback
+        if self.is_gone:
+            callback()
+
+    def check(self) -> None:
+        """Raises ClientGone when nobody is there any more."""
+        if self.is_gone:
+            raise ClientGone
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # a server may still hand over an empty part of the body
+        self.is_gone = True
+        if self._on_leave is not None:
+            self._on_leave()
+
+    async def stop(self) -> None:
+        """Stop watching and wait for the task's end."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,439 @@
+"""OpenAI's wire, pure: bytes to a frozen request or a BadRequest, and chunks or one answer back to bytes.
+
+Unknown fields are ignored and explicit nulls are the same as absent. A field that is known but not served (tools,
+logprobs, several choices, JSON schemas...) is refused with its name: a 200 that quietly drops it is the worst answer.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.errors import BadRequest
+
+MAX_STOP_STRINGS = 4  # OpenAI's documented number
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_LOCATION = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`\Z")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """`response_format`: only plain text is served."""
+
+    type: str = "text"
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only text parts are served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of the conversation as sent."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatBody(CommonBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TextBody(CommonBody, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+
+
+_CHAT_DECODER = msgspec.json.Decoder(ChatBody)
+_TEXT_DECODER = msgspec.json.Decoder(TextBody)
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A checked request of either endpoint. Exactly one of messages, prompt_text and prompt_token_ids is set."""
+
+    endpoint: Endpoint
+    model: str
+    messages: tuple[dict[str, Any], ...] | None
+    prompt_text: str | None
+    prompt_token_ids: tuple[int, ...] | None
+    max_tokens: int | None  # as asked; None when absent
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == "/v1/chat/completions"
+
+
+def decode_request(endpoint: Endpoint, body: bytes) -> CompletionRequest:
+    """The checked request. Raises BadRequest with the parameter's name for everything that cannot be served."""
+    try:
+        if endpoint == "/v1/chat/completions":
+            return _chat_request(_CHAT_DECODER.decode(body))
+        return _text_request(_TEXT_DECODER.decode(body))
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise BadRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _wrong_type(error: msgspec.ValidationError) -> BadRequest:
+    """msgspec says where: ``Expected `int`, got `str` - at `$.messages[0].role` ``."""
+    text = str(error)
+    where = _LOCATION.search(text)
+    if where:
+        param = where["path"] or None
+        return BadRequest(f"{text[: where.start()]} for '{param or 'the body'}'.", param=param, code="invalid_type")
+    missing = re.search(r"missing required field `(\w+)`", text)
+    if missing:
+        name = missing.group(1)
+        return BadRequest(f"You must provide '{name}'.", param=name, code="missing_required_parameter")
+    return BadRequest(f"{text}.", code="invalid_type")
+
+
+def _chat_request(body: ChatBody) -> CompletionRequest:
+    if not body.messages:
+        raise BadRequest("'messages' must have at least one message.", param="messages", code="empty_messages")
+    has_tools = bool(body.tools)
+    _refuse(has_tools, "tools", "Tool calling is not supported; send no tools.")
+    _refuse(bool(body.functions), "functions", "Function calling is not supported; send no functions.")
+    if body.tool_choice not in (None, "auto", "none"):
+        _refuse(True, "tool_choice", "'tool_choice' asks for a tool, but there are no tools.")
+    _refuse(bool(body.logprobs), "logprobs", "'logprobs' is not supported.")
+    _refuse(bool(body.top_logprobs), "top_logprobs", "'top_logprobs' is not supported.")
+    newer = body.max_completion_tokens
+    max_name = "max_tokens" if newer is None else "max_completion_tokens"
+    return _request(
+        "/v1/chat/completions",
+        body,
+        max_tokens=body.max_tokens if newer is None else newer,
+        max_name=max_name,
+        messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
+    )
+
+
+def _text_request(body: TextBody) -> CompletionRequest:
+    _refuse(body.best_of not in (None, 1), "best_of", "'best_of' above 1 is not supported.")
+    _refuse(bool(body.echo), "echo", "'echo' is not supported.")
+    _refuse(bool(body.suffix), "suffix", "'suffix' is not supported.")
+    _refuse(body.logprobs is not None, "logprobs", "'logprobs' is not supported.")
+    text, token_ids = _prompt(body.prompt)
+    return _request(
+        "/v1/completions",
+        body,
+        max_tokens=body.max_tokens,
+        max_name="max_tokens",
+        prompt_text=text,
+        prompt_token_ids=token_ids,
+    )
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, tuple[int, ...] | None]:
+    """One prompt: a string, one list of token ids, or a list with exactly one of these."""
+    empty = BadRequest("'prompt' is empty.", param="prompt", code="empty_prompt")
+    if isinstance(prompt, str):
+        if not prompt:
+            raise empty
+        return prompt, None
+    if not prompt:
+        raise empty
+    if all(isinstance(item, int) for item in prompt):
+        return None, tuple(item for item in prompt if isinstance(item, int))
+    if len(prompt) > 1:
+        raise BadRequest(
+            "'prompt' must be one string or one list of token ids; several prompts are not supported.",
+            param="prompt",
+            code="several_prompts",
+        )
+    only = prompt[0]
+    if not only:
+        raise empty
+    if isinstance(only, str):
+        return only, None
+    assert isinstance(only, list), "an int alone was taken above"
+    return None, tuple(only)
+
+
+def _request(
+    endpoint: Endpoint,
+    body: CommonBody,
+    *,
+    max_tokens: int | None,
+    max_name: str,
+    messages: tuple[dict[str, Any], ...] | None = None,
+    prompt_text: str | None = None,
+    prompt_token_ids: tuple[int, ...] | None = None,
+) -> CompletionRequest:
+    if not body.model:
+        raise BadRequest("You must provide 'model'.", param="model", code="missing_required_parameter")
+    _refuse(body.n not in (None, 1), "n", "Only one choice is supported: 'n' must be 1.")
+    if body.response_format is not None:
+        kind = body.response_format.type
+        _refuse(kind != "text", "response_format", f"'response_format' of type {kind!r} is not supported; only 'text'.")
+    for name in ("frequency_penalty", "presence_penalty"):
+        _refuse(bool(getattr(body, name)), name, f"'{name}' is not supported; it must be 0.")
+    _refuse(bool(body.logit_bias), "logit_bias", "'logit_bias' is not supported.")
+    if max_tokens is not None and max_tokens < 1:
+        raise _out_of_range(max_name, max_tokens, "at least 1")
+    min_tokens = body.min_tokens or 0
+    if min_tokens < 0:
+        raise _out_of_range("min_tokens", min_tokens, "at least 0")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _out_of_range("min_tokens", min_tokens, f"at most '{max_name}' ({max_tokens})")
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if not 0 <= temperature <= 2:
+        raise _out_of_range("temperature", temperature, "between 0 and 2")
+    top_p = 1.0 if body.top_p is None else body.top_p
+    if not 0 <= top_p <= 1:
+        raise _out_of_range("top_p", top_p, "between 0 and 1")
+    top_k = 0 if body.top_k in (None, -1) else body.top_k or 0  # -1 is some servers' word for "all"
+    if not 0 <= top_k < 2**31:
+        raise _out_of_range("top_k", top_k, "at least 0 (0 is all)")
+    if top_p == 0:  # the most probable token alone
+        top_p, top_k = 1.0, 1
+    return CompletionRequest(
+        endpoint=endpoint,
+        model=body.model,
+        messages=messages,
+        prompt_text=prompt_text,
+        prompt_token_ids=prompt_token_ids,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=None if body.seed is None else body.seed % 2**63,
+        stops=_stops(body.stop),
+        stop_token_ids=_stop_token_ids(body.stop_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
+    )
+
+
+def _refuse(is_asked: bool, param: str, message: str) -> None:
+    if is_asked:
+        raise BadRequest(message, param=param, code="unsupported_parameter")
+
+
+def _out_of_range(param: str, value: object, allowed: str) -> BadRequest:
+    return BadRequest(f"'{param}' must be {allowed}, not {value}.", param=param, code="invalid_value")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """An empty list is the same as absent. Empty strings would stop before any text."""
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOP_STRINGS:
+        raise BadRequest(
+            f"'stop' may have at most {MAX_STOP_STRINGS} strings, not {len(stops)}.", param="stop", code="invalid_value"
+        )
+    for text in stops:
+        if not text or len(text) > MAX_STOP_CHARS:
+            raise BadRequest(
+                f"Each 'stop' string must have 1 to {MAX_STOP_CHARS} characters.", param="stop", code="invalid_value"
+            )
+    return stops
+
+
+def _stop_token_ids(token_ids: list[int] | None) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _out_of_range("stop_token_ids", f"{len(token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    for token_id in token_ids:
+        if not 0 <= token_id < 2**31:
+            raise _out_of_range("stop_token_ids", token_id, "token ids")
+    return tuple(token_ids)
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """One message as the chat template sees it: role, content as one string, and what a tool turn carries."""
+    where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise BadRequest(
+            f"'{where}.role' is {message.role!r}; it must be one of {', '.join(ROLES)}.",
+            param=f"{where}.role",
+            code="invalid_value",
+        )
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if content is None:
+        # Clients replay assistant turns as servers gave them: with tool calls, and then without any text.
+        if role not in ("assistant", "tool"):
+            raise BadRequest(f"'{where}.content' is missing.", param=f"{where}.content", code="invalid_value")
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part(f"{where}.content[{number}]", part) for number, part in enumerate(content))
+    rendered: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.tool_calls:
+        rendered["tool_calls"] = message.tool_calls
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    return rendered
+
+
+def _part(where: str, part: ContentPart) -> str:
+    if part.type != "text" or part.text is None:
+        raise BadRequest(
+            f"'{where}' is a {part.type!r} part; this model reads only text parts with a 'text'.",
+            param=where,
+            code="unsupported_content",
+        )
+    return part.text
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the engine counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+_DONE = b"data: [DONE]\n\n"
+# One comment line with no blank line after it: some decoders take comment + blank line for an empty event.
+KEEP_ALIVE = b": keep-alive\n"
+
+
+def event(document: dict[str, Any]) -> bytes:
+    """One server-sent event. JSON never has a raw line break, so one data line is enough."""
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+class AnswerWriter:
+    """Shapes one request's answer: chunks of a stream, or one document."""
+
+    def __init__(self, request: CompletionRequest, request_id: str, created: int) -> None:
+        self._is_chat = request.is_chat
+        self._include_usage = request.include_usage
+        self._head = {
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request_id.removeprefix('req-')}",
+            "object": self._object(request.stream),
+            "created": created,
+            "model": request.model,
+        }
+
+    def _object(self, stream: bool) -> str:
+        if not self._is_chat:
+            return "text_completion"
+        return "chat.completion.chunk" if stream else "chat.completion"
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        document: dict[str, Any] = {**self._head, "choices": choices}
+        if self._include_usage:
+            document["usage"] = usage.as_dict() if usage else None
+        return event(document)
+
+    def _choice(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0}
+        if self._is_chat:
+            choice["delta"] = {"content": text} if text or finish_reason is None else {}
+        else:
+            choice["text"] = text
+        return {**choice, "logprobs": None, "finish_reason": finish_reason}
+
+    def first(self) -> bytes:
+        """The first chunk of a chat stream names the role; a text stream has none."""
+        if not self._is_chat:
+            return b""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def text(self, text: str) -> bytes:
+        """One chunk of text."""
+        return self._chunk([self._choice(text, None)])
+
+    def last(self, text: str, finish_reason: str, usage: Usage) -> bytes:
+        """The rest of the text, the finish chunk, the usage chunk when asked for, and [DONE]."""
+        parts = []
+        if text:
+            parts.append(self.text(text))
+        parts.append(self._chunk([self._choice("", finish_reason)]))
+        if self._include_usage:
+            parts.append(self._chunk([], usage))
+        return b"".join([*parts, _DONE])
+
+    def whole(self, text: str, finish_reason: str, usage: Usage) -> bytes:
+        """The single answer of a request that does not stream."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        return msgspec.json.encode({**self._head, "choices": [choice], "usage": usage.as_dict()})

@@ -1,0 +1,86 @@
+"""From a body to token ids that the engine can take: decode, find the model, encode, rule out the impossible, clamp.
+
+No I/O and no shared state but the tokenizer, so that a large body can be prepared in a thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.messages import Hello
+from gateway.errors import BadRequest, ContextLengthExceeded, NotFound, UnsupportedMediaType
+from gateway.openai import CompletionRequest, Endpoint, decode_request
+from gateway.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can run. `max_tokens` is what it may generate, and what is reserved for it."""
+
+    request: CompletionRequest
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def room_of(hello: Hello) -> int:
+    """Tokens of prompt and output together that one request may have: the context, or the whole KV pool if smaller."""
+    return min(hello.model.context_len, hello.block_size * hello.num_device_blocks)
+
+
+def prepare(
+    endpoint: Endpoint,
+    body: bytes,
+    *,
+    is_json: bool,
+    hello: Hello,
+    tokenizer: ModelTokenizer,
+    default_max_tokens: int,
+) -> Prepared:
+    """The request, ready to be admitted. `is_json` is False when the content type did not say so.
+
+    Raises BadRequest (ContextLengthExceeded when no room is left for one token), NotFound for another model,
+    UnsupportedMediaType for what is not JSON and did not claim to be.
+    """
+    try:
+        request = decode_request(endpoint, body)
+    except BadRequest as error:
+        if is_json or error.code != "invalid_json":
+            raise
+        raise UnsupportedMediaType(
+            "The body is not JSON; send JSON with the header 'Content-Type: application/json'."
+        ) from None
+    name = hello.model.name
+    if request.model != name:
+        raise NotFound(
+            f"The model {request.model[:200]!r} does not exist; this server has {name!r}.",
+            code="model_not_found",
+            param="model",
+        )
+    room = room_of(hello)
+    param = "messages" if request.is_chat else "prompt"
+    token_ids = _encode(request, tokenizer, room)
+    if not token_ids:
+        raise BadRequest("The prompt has no tokens.", param=param, code="empty_prompt")
+    if len(token_ids) >= room:
+        raise ContextLengthExceeded(
+            f"The prompt has {len(token_ids)} tokens; with one token of output at most {room} fit.",
+            param=param,
+            details={"limit": room, "requested": len(token_ids) + 1},
+        )
+    asked = default_max_tokens if request.max_tokens is None else request.max_tokens
+    return Prepared(request, tuple(token_ids), min(asked, room - len(token_ids)))
+
+
+def _encode(request: CompletionRequest, tokenizer: ModelTokenizer, room: int) -> Sequence[int]:
+    if request.messages is not None:
+        return tokenizer.encode_chat(request.messages, room=room)
+    if request.prompt_text is not None:
+        return tokenizer.encode_text(request.prompt_text, room=room)
+    token_ids = request.prompt_token_ids or ()
+    for position, token_id in enumerate(token_ids):
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise BadRequest(
+                f"'prompt[{position}]' is {token_id}; token ids go from 0 to {tokenizer.vocab_size - 1}.",
+                param="prompt",
+                code="invalid_token_id",
+            )
+    return token_ids

@@ -1,0 +1,44 @@
+"""One answer on its way out: knows whether headers have gone, and gives up on a client that takes nothing in."""
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.types import Send
+
+from gateway.errors import ClientGone
+
+JSON_HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
+# nginx holds a stream back unless it is told not to.
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-store",
+    "x-accel-buffering": "no",
+}
+
+
+class Reply:
+    """Owns the `send` side of one request."""
+
+    def __init__(self, send: Send, send_timeout: float) -> None:
+        self._send = send
+        self._send_timeout = send_timeout
+        self.is_started = False
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        self.is_started = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def send(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send a part of the body. Raises ClientGone when the client takes in nothing for `send_timeout`."""
+        try:
+            async with asyncio.timeout(self._send_timeout):
+                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError:
+            raise ClientGone from None
+
+    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """A complete answer of known length."""
+        await self.start(status, {**headers, "content-length": str(len(body))})
+        await self.send(body, is_last=True)

@@ -1,0 +1,116 @@
+"""What the public API is made of: its settings, its clock and the parts it composes. Built once by `gateway.serve`."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.engine_client import EngineClient
+from gateway.errors import Unavailable
+from gateway.tokenizer import ModelTokenizer
+from tenants.leases import Leases
+from tenants.rows import LedgerRow, OpenEntry, Progress
+from tenants.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """Limits and times of the public API. Durations are seconds."""
+
+    max_body_bytes: int = 8 * 1024 * 1024  # decoded; more is a 413
+    max_headers: int = 100
+    max_header_bytes: int = 32 * 1024  # names and values together
+    body_timeout: float = 60.0  # to send the whole body
+    send_timeout: float = 60.0  # a client that takes in nothing for so long is gone
+    early_headers_after: float = 15.0  # a stream's headers go out even without a token
+    keep_alive_interval: float = 15.0  # silence in a stream before a comment line
+    idle_connection_timeout: float = 75.0  # above the clients' pools, below the load balancer's
+    default_max_tokens: int = 1024  # when the caller gives none
+    thread_above_bytes: int = 4096  # larger bodies are decoded and tokenised in a thread
+    settle_wait: float = 0.5  # after an abort, for the engine's count before the reservation is settled
+    close_wait: float = 10.0  # and for its charge before the ledger row is closed
+    engine_silence: float = 30.0  # open requests and no word for so long: not ready
+    cors_allow_origin: str = "*"  # "" sends no CORS headers
+
+
+class Timer(Protocol):
+    """A call that has been put off."""
+
+    def cancel(self) -> None:
+        """Do not make it."""
+
+
+class GatewayClock(Protocol):
+    """Time as the public API reads it."""
+
+    def now_us(self) -> int:
+        """UTC epoch microseconds."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary start."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call back once, on the event loop, after `seconds`."""
+
+
+class SystemClock:
+    """The machine's clocks and the running loop's timers."""
+
+    def now_us(self) -> int:
+        return time.time_ns() // 1000
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_later(seconds, callback)
+
+
+class SnapshotSource(Protocol):
+    """Where the tenants are read: `tenants.snapshot.SnapshotHolder`."""
+
+    @property
+    def current(self) -> Snapshot: ...
+
+
+class LedgerBook(Protocol):
+    """Where requests are booked: `tenants.ledger.Ledger`. No call waits."""
+
+    def open(self, entry: OpenEntry) -> None:
+        """Raises StoreUnavailable when the journal has no room."""
+
+    def progress(self, progress: Progress) -> None:
+        """Where an open request stands."""
+
+    def close(self, row: LedgerRow) -> None:
+        """Exactly one for each `open`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewayState:
+    """The parts of one running gateway. `tokenizer` is None until the engine's model is known."""
+
+    snapshot_holder: SnapshotSource
+    leases: Leases
+    ledger: LedgerBook
+    engine: EngineClient
+    tokenizer: ModelTokenizer | None = None
+    settings: HttpSettings = field(default_factory=HttpSettings)
+    clock: GatewayClock = field(default_factory=SystemClock)
+    is_draining: bool = False
+    refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
+    ended: Counter[str] = field(default_factory=Counter)  # by outcome
+
+    def end_streams(self) -> None:
+        """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""
+        self.is_draining = True
+        self.engine.fail_streams(draining_error)
+
+
+def draining_error() -> Unavailable:
+    """What new requests, and in the end running ones, are told during a shutdown."""
+    return Unavailable(
+        "The server is shutting down.", code="draining", retry_after_seconds=5, headers={"connection": "close"}
+    )

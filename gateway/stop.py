@@ -1,0 +1,93 @@
+"""Stop strings over decoded text: an Aho-Corasick automaton fed piece by piece, holding back as little as possible.
+
+Text is matched, not token ids, because one stop string has many tokenisations. Of the text fed so far everything is
+released except the longest suffix that is still a live prefix of some stop string, so a stream without such a suffix
+has no added latency. The earliest end wins; of several stops that end together, the longest.
+
+Source: A. Aho and M. Corasick, "Efficient string matching", CACM 18(6), 1975, algorithms 2 and 3.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopMatcher:
+    """Owns the automaton's state and the held-back text of one request."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Build the automaton; raises ValueError for an empty stop string, which would match before any text."""
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]
+        self._depth = [0]
+        self._match_len = [0]  # longest stop that ends in this state
+        for stop in stops:
+            if not stop:
+                raise ValueError("a stop string is empty")
+            self._add(stop)
+        self._link()
+        self._state = 0
+        self._held = ""
+        self.matched = False
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self._next[state].get(char)
+            if following is None:
+                following = len(self._next)
+                self._next[state][char] = following
+                self._next.append({})
+                self._fail.append(0)
+                self._depth.append(self._depth[state] + 1)
+                self._match_len.append(0)
+            state = following
+        self._match_len[state] = len(stop)
+
+    def _link(self) -> None:
+        """Failure links, breadth first: the longest proper suffix of each state that is itself a prefix."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for char, following in self._next[state].items():
+                self._fail[following] = self._step(self._fail[state], char)
+                queue.append(following)
+            # A suffix that is a whole stop ends here too; the state's own stop is longer when it has one.
+            if not self._match_len[state]:
+                self._match_len[state] = self._match_len[self._fail[state]]
+
+    def _step(self, state: int, char: str) -> int:
+        while True:
+            following = self._next[state].get(char)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self._fail[state]
+
+    def feed(self, text: str) -> str:
+        """Take in more text and return what is certain; sets `matched` when a stop string is complete.
+
+        After a match nothing more is released: the stop itself and all behind it are cut off.
+        """
+        if self.matched:
+            return ""
+        if len(self._next) == 1:
+            return text
+        state = self._state
+        for position, char in enumerate(text):
+            state = self._step(state, char)
+            if self._match_len[state]:
+                self.matched = True
+                seen = self._held + text[: position + 1]
+                self._held = ""
+                return seen[: len(seen) - self._match_len[state]]
+        self._state = state
+        seen = self._held + text
+        keep = len(seen) - self._depth[state]
+        self._held = seen[keep:]
+        return seen[:keep]
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the output: no stop can complete any more."""
+        held, self._held, self._state = self._held, "", 0
+        return held

@@ -1,0 +1,146 @@
+"""Text to token ids for one model build: raw prompts, and chats through the model's own template.
+
+What a caller writes inside a message can never become a control token: special tokens are recognised only in the text
+the template itself wrote. Inside messages they are replaced by marks before rendering, the rendered text is cut at the
+remaining (real) special tokens, the marks are spelled out again, and the pieces between are encoded with special tokens
+switched off. A raw prompt of /v1/completions is the caller's own, control tokens included.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.messages import ModelInfo
+from gateway.chat_template import ChatTemplate, load_chat_template
+from gateway.detokenizer import token_bytes_table
+from gateway.errors import BadRequest, ContextLengthExceeded
+
+# A mark is a number between two Unicode noncharacters, which are never part of exchanged text. Who sends one all the
+# same gets the spelling it stands for, as ordinary text.
+_MARK = re.compile("\ufdd0([0-9]{1,6})\ufdd1")
+
+
+class ModelTokenizer:
+    """Owns the tokenizer, the template and the token-to-bytes table of the model being served. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        template: ChatTemplate | None,
+        *,
+        vocab_size: int = 0,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Raises ValueError for a document that is no tokenizer."""
+        try:
+            self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
+            self._plain = tokenizers.Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        self._plain.encode_special_tokens = True
+        document: dict[str, Any] = json.loads(tokenizer_json)
+        specials = [token for token in document.get("added_tokens") or [] if token.get("special")]
+        self._special_ids = {token["content"]: token["id"] for token in specials}
+        self._strips_left = {token["content"] for token in specials if token.get("lstrip")}
+        self._strips_right = {token["content"] for token in specials if token.get("rstrip")}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._spellings = [token["content"] for token in specials]
+        self._marks = {content: f"\ufdd0{number}\ufdd1" for number, content in enumerate(self._spellings)}
+        self._template = template
+        self.table = token_bytes_table(tokenizer_json, silent_ids=eos_token_ids, vocab_size=vocab_size)
+        self.vocab_size = vocab_size or len(self.table)
+        # Without a normalizer no token stands for more bytes than its own, so length alone can rule a prompt out.
+        longest = max((len(data) for data in self.table), default=0)
+        longest = max([longest, *(len(content.encode()) for content in self._special_ids)])
+        self._max_token_bytes = None if document.get("normalizer") else longest
+
+    @classmethod
+    def load(cls, info: ModelInfo) -> "ModelTokenizer":
+        """Read `tokenizer.json` and the template from the model's directory. Raises OSError or ValueError."""
+        directory = Path(info.path)
+        return cls(
+            (directory / "tokenizer.json").read_text("utf-8"),
+            load_chat_template(directory),
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be served at all."""
+        return self._template is not None
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, room: int) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises BadRequest when the model has no template or the template refuses, ContextLengthExceeded when the text
+        alone is certainly longer than `room` tokens.
+        """
+        if self._template is None:
+            raise BadRequest(
+                "This model has no chat template; use /v1/completions.", param="messages", code="no_chat_template"
+            )
+        text = self._template.render([self._defuse(message) for message in messages])
+        self._check_length(text, room, "messages")
+        ids: list[int] = []
+        for piece, special_id in self._split(text):
+            if piece:
+                ids += self._plain.encode(_MARK.sub(self._spelling, piece), add_special_tokens=False).ids
+            if special_id is not None:
+                ids.append(special_id)
+        return ids
+
+    def encode_text(self, text: str, *, room: int) -> list[int]:
+        """Token ids of a raw prompt, with the tokenizer's own BOS, but never two. Raises ContextLengthExceeded."""
+        self._check_length(text, room, "prompt")
+        ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
+        if len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._special_ids.values():
+            bare = self._full.encode(text, add_special_tokens=False).ids
+            if ids[1:] == bare:  # the text began with BOS and the tokenizer put another in front
+                return bare
+        return ids
+
+    def _check_length(self, text: str, room: int, param: str) -> None:
+        if self._max_token_bytes and len(text) > room * self._max_token_bytes:
+            raise ContextLengthExceeded(
+                f"The prompt has {len(text)} characters, which is more than {room} tokens can hold.", param=param
+            )
+
+    def _defuse(self, value: Any) -> Any:
+        """`value` with every special token's spelling replaced by its mark, in strings at any depth."""
+        if isinstance(value, str):
+            if self._special is None:
+                return value
+            return self._special.sub(lambda match: self._marks[match.group()], value)
+        if isinstance(value, dict):
+            return {self._defuse(key): self._defuse(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._defuse(item) for item in value]
+        return value
+
+    def _spelling(self, mark: re.Match[str]) -> str:
+        number = int(mark.group(1))
+        return self._spellings[number] if number < len(self._spellings) else mark.group()
+
+    def _split(self, text: str) -> list[tuple[str, int | None]]:
+        """`text` as pieces of ordinary text, each followed by a special token's id or (the last) by none."""
+        if self._special is None:
+            return [(text, None)]
+        pieces: list[tuple[str, int | None]] = []
+        begin = 0
+        strip_next = False
+        for match in self._special.finditer(text):
+            token = match.group()
+            piece = text[begin : match.start()]
+            piece = piece.lstrip() if strip_next else piece
+            pieces.append((piece.rstrip() if token in self._strips_left else piece, self._special_ids[token]))
+            strip_next = token in self._strips_right
+            begin = match.end()
+        rest = text[begin:]
+        pieces.append((rest.lstrip() if strip_next else rest, None))
+        return pieces

@@ -4,6 +4,7 @@ Admission never waits for SQL. When the database is away the last snapshot keeps
 refused because of it; a change made here is seen by the next request, because each write reloads before it answers.
 """
 
+import asyncio
 import hmac
 import inspect
 import logging
@@ -112,6 +113,7 @@ class SnapshotHolder:
         self._pepper = pepper
         self._callbacks: list[Callback] = []
         self._current = Snapshot(pepper, {}, ())
+        self._reloading = asyncio.Lock()
         self.num_failed_reloads = 0
 
     @property
@@ -133,17 +135,19 @@ class SnapshotHolder:
 
         Raises StoreUnavailable when the database cannot be read; the old snapshot then stays.
         """
-        try:
-            snapshot = await load_snapshot(self._database, self._pepper)
-        except STORE_ERRORS as error:
-            self.num_failed_reloads += 1
-            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
-        self._current = snapshot
-        for callback in self._callbacks:
-            result = callback(snapshot)
-            if inspect.isawaitable(result):
-                await result
-        return snapshot
+        # One at a time: of two that overlap, the one that read first must not replace the other's newer state.
+        async with self._reloading:
+            try:
+                snapshot = await load_snapshot(self._database, self._pepper)
+            except STORE_ERRORS as error:
+                self.num_failed_reloads += 1
+                raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
+            self._current = snapshot
+            for callback in self._callbacks:
+                result = callback(snapshot)
+                if inspect.isawaitable(result):
+                    await result
+            return snapshot
 
     async def refresh(self) -> bool:
         """Reload if another process has written since (one small query). True if it did; raises as `reload` does."""

@@ -90,6 +90,11 @@ class Scheduler:
         """Steps planned so far; the last one's id is one less."""
         return self._next_step_id
 
+    @property
+    def reserved_for(self) -> int | None:
+        """The sequence that holds the reservation."""
+        return self._holder.seq_id if self._holder is not None else None
+
     def add(self, request: Request, now_us: int) -> Sequence:
         """Take in a request that can run alone on this engine. Raises KeyError for an unknown team."""
         assert self._open is None, "arrivals wait for the end of the step"

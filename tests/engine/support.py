@@ -88,13 +88,14 @@ class Engine:
         policy: Policy | None = None,
         profile: StepProfile = UNIT_PROFILE,
         runner: Runner | None = None,
+        clock: VirtualClock | None = None,
         context_len: int = 1024,
         eos: tuple[int, ...] = (),
         teams: tuple[TeamEntry, ...] = (),
         **settings: int,
     ) -> None:
         self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.policy = policy or ArrivalOrder()
         self.scheduler = Scheduler(self.config, self.policy, profile, blocks, eos_token_ids=eos)
         self.runner = runner or SimRunner(profile, self.clock)

@@ -17,7 +17,7 @@ KV_ELEMENT_BYTES = 2  # as if it were served in bfloat16
 def fixed_profile() -> StepProfile:
     """The step profile that ships with the engine: SmolLM2-135M, bfloat16, on one core of a server CPU."""
     text = resources.files("engine").joinpath("data/step_profile_fixed.json").read_text("utf-8")
-    document = json.loads(text)
+    document = json.loads(text)["profile"]
     return StepProfile(**{name: float(document[name]) for name in StepProfile.__dataclass_fields__})
 
 

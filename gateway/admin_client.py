@@ -103,7 +103,7 @@ async def _in_process(data_dir: Path) -> AsyncIterator[AdminClient]:
     import httpx
 
     from gateway.admin import admin_app
-    from gateway.offline import offline_admin_state
+    from gateway.store import offline_admin_state
 
     token = lock.admin_token(data_dir)
     async with offline_admin_state(load({"data_dir": data_dir}, os.environ), token) as state:

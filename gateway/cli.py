@@ -170,6 +170,9 @@ def simulate(
         Path, typer.Option("--trace", metavar="FILE", help="JSON lines: t, team, prompt_tokens, output_tokens.")
     ],
     policy: Annotated[list[str] | None, typer.Option("--policy", help="Give it again to compare.")] = None,
+    tier: Annotated[
+        list[str] | None, typer.Option("--tier", metavar="TEAM=TIER", help="A team's tier; silver.")
+    ] = None,
     max_batch_size: BatchSize = None,
     max_batch_tokens: BatchTokens = None,
     data_dir: DataDir = None,
@@ -177,7 +180,9 @@ def simulate(
 ) -> None:
     """Play a trace through the production scheduler on a virtual clock. Same inputs, same bytes out."""
     with reporting(as_json):
-        cli_reports.simulate(trace, policy or ["eg-mlfq", "fcfs"], max_batch_size, max_batch_tokens, as_json)
+        del data_dir  # every command takes it; this one touches no store
+        policies = policy or ["eg-mlfq", "fcfs"]
+        cli_reports.simulate(trace, policies, tier or [], max_batch_size, max_batch_tokens, as_json)
 
 
 @config_app.command("show")
@@ -198,7 +203,7 @@ def db_upgrade(data_dir: DataDir = None, store_url: StoreUrl = None, as_json: Js
     """Bring the database to this version's schema. Refused (exit 6) while a server runs."""
     with reporting(as_json):
         from gateway.lock import DataDirLock
-        from gateway.offline import upgrade_database
+        from gateway.store import upgrade_database
 
         settings = _settings(None, data_dir=data_dir, store_url=store_url)
         with DataDirLock(settings.data_dir):

@@ -87,22 +87,39 @@ def team_show(name: Name, data_dir: DataDir = None, as_json: Json = False) -> No
 @team_app.command("set")
 def team_set(
     name: Name,
-    tier: Annotated[str, typer.Option("--tier", help="Its new class of service.")],
+    tier: Annotated[str | None, typer.Option("--tier", help="Its new class of service.")] = None,
+    new_name: Annotated[
+        str | None, typer.Option("--name", metavar="NEW", help="Its new name; history follows.")
+    ] = None,
+    archived: Annotated[bool | None, typer.Option("--archive/--restore", help="Its keys die; history stays.")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Change a team; running requests keep their terms."""
     with reporting(as_json):
-        _show(_call(data_dir, "PATCH", _path(TEAMS, name), body={"tier": tier}), as_json)
+        given = {"tier": tier, "name": new_name, "archived": archived}
+        body = {field: value for field, value in given.items() if value is not None}
+        if not body:
+            raise CommandError("give at least one of the options, see --help", EXIT_USAGE, "usage")
+        _show(_call(data_dir, "PATCH", _path(TEAMS, name), body=body), as_json)
 
 
 @key_app.command("create")
-def key_create(team: Team, data_dir: DataDir = None, as_json: Json = False) -> None:
+def key_create(
+    team: Team,
+    name: Annotated[str | None, typer.Option("--name", help="What it is for.")] = None,
+    expires_at: Annotated[
+        str | None, typer.Option("--expires-at", metavar="TIME", help="End of its life, UTC.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
     """Make a key. It is shown once; only its hash is kept."""
     with reporting(as_json):
-        answer = _call(data_dir, "POST", _path(TEAMS, team, "keys"), body={})
-        record = {name: answer[name] for name in ("id", "key", "team")}
-        _show(record, as_json)
+        given = {"name": name, "expires_at": expires_at}
+        body = {field: value for field, value in given.items() if value is not None}
+        answer = _call(data_dir, "POST", _path(TEAMS, team, "keys"), body=body)
+        _show({field: answer[field] for field in ("id", "key", "team")}, as_json)
 
 
 @key_app.command("list")

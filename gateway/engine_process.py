@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -18,6 +19,8 @@ import msgspec
 
 from engine.config import EngineConfig
 from gateway.settings import Settings
+
+_log = logging.getLogger("terazi.engine")
 
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
@@ -148,7 +151,7 @@ class EngineProcess:
                 self._stderr_tail.append(line)
                 # Until it listens, its own error line is the reason that `start` raises: not printed twice.
                 if self._is_listening or not line.startswith("terazi-engine:"):
-                    print(line, file=sys.stderr, flush=True)
+                    _log.info("%s", line.removeprefix("engine: "))
 
 
 def engine_config(settings: Settings) -> EngineConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from gateway.engine_process import EngineProcess, EngineStartError
+from gateway.lock import is_held
 
 _log = logging.getLogger("terazi.engine")
 
@@ -16,6 +17,7 @@ MAX_PAUSE_SECONDS = 30.0
 # An engine that ran this long died of something new: pauses start over.
 STEADY_SECONDS = 60.0
 STOP_GRACE_SECONDS = 5.0
+PREDECESSOR_SECONDS = 10.0
 
 Hook = Callable[[], Awaitable[None]]
 
@@ -40,6 +42,7 @@ class EngineSupervisor:
         """Until cancelled. Raises EngineStartError when the very first start fails: then the settings are wrong."""
         pause = FIRST_PAUSE_SECONDS
         is_first = True
+        await self._wait_for_predecessor()
         while True:
             started = time.monotonic()
             self._process = EngineProcess(self._config, self._socket_path)
@@ -50,10 +53,6 @@ class EngineSupervisor:
                 if is_first:
                     raise
                 _log.error("the engine did not start again: %s", error)
-            except (OSError, EOFError) as error:
-                if is_first:
-                    raise EngineStartError(f"the engine does not talk: {error}") from error
-                _log.error("the engine does not talk: %s", error)
                 await self._process.stop(0.0)
             else:
                 is_first = False
@@ -67,6 +66,12 @@ class EngineSupervisor:
             await asyncio.sleep(pause)
             pause = min(pause * 2, MAX_PAUSE_SECONDS)
             self.num_restarts += 1
+
+    async def _wait_for_predecessor(self) -> None:
+        """The engine of a gateway that was killed ends at its next step boundary; until then it holds the socket."""
+        deadline = time.monotonic() + PREDECESSOR_SECONDS
+        while is_held(Path(f"{self._socket_path}.lock")) and time.monotonic() < deadline:  # noqa: ASYNC110  another process
+            await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         """End the engine: its stdin closes, then SIGKILL after a grace."""

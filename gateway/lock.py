@@ -75,8 +75,13 @@ def lock_holder(data_dir: Path) -> int | None:
 
 def is_locked(data_dir: Path) -> bool:
     """Does a process hold the directory now?"""
+    return is_held(data_dir / "lock")
+
+
+def is_held(path: Path) -> bool:
+    """Does a process hold a lock on this file now?"""
     try:
-        lock_file = os.open(data_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        lock_file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -68,16 +68,18 @@ def cell(value: Any) -> str:
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, title: str = "") -> None:
     """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=True)
+    # A pipe has no width of its own: never fold what another program will read.
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
     if not rows:
         print(f"{title}: none" if title else "none")
         return
     columns = columns or list(rows[0])
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
     for column in columns:
         numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
         table.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")

@@ -1,6 +1,6 @@
 """Open-loop replay of a multi-team trace over HTTP: arrivals never wait for answers, so a slow server cannot hide.
 
-A trace is JSON lines {"t": seconds, "team": name, "prompt_tokens": n, "output_tokens": n}. Every request streams
+The trace's format is `engine.sim.workload`'s. Every request streams
 /v1/completions with token ids and a forced output length, so that two servers (or two policies) do the same work.
 Plain asyncio streams: the generator shares two cores with the engine it measures.
 """
@@ -10,63 +10,25 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from engine.sim.workload import TraceRequest
+
 LINE_LIMIT = 4 << 20
-
-
-class TraceError(ValueError):
-    """A trace that cannot be replayed; the text says which line and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One arrival. `t` is seconds after the start."""
-
-    t: float
-    team: str
-    prompt_tokens: int
-    output_tokens: int
 
 
 @dataclass(slots=True)
 class Outcome:
     """What became of one arrival. Times are seconds; `error` is None for a complete answer."""
 
-    row: TraceRow
+    row: TraceRequest
     late: float = 0.0  # sent this long after its time: a busy generator, not a slow server
     ttft: float | None = None
     jct: float | None = None
     output_tokens: int = 0
     error: str | None = None
-
-
-def read_trace(path: Path, seconds: float = math.inf) -> list[TraceRow]:
-    """The arrivals of the first `seconds`, by time. Raises TraceError with the line's number."""
-    return parse_trace(path.read_text(encoding="utf-8").splitlines(), seconds)
-
-
-def parse_trace(lines: Iterable[str], seconds: float = math.inf) -> list[TraceRow]:
-    """As `read_trace`, from lines."""
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            row = TraceRow(float(item["t"]), str(item["team"]), int(item["prompt_tokens"]), int(item["output_tokens"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"line {number}: needs t, team, prompt_tokens, output_tokens ({error!r})") from None
-        if not math.isfinite(row.t) or row.t < 0 or row.prompt_tokens < 1 or row.output_tokens < 1:
-            raise TraceError(f"line {number}: t must not be negative, and token counts at least 1")
-        if row.t <= seconds:
-            rows.append(row)
-    if not rows:
-        raise TraceError("the trace has no arrivals")
-    return sorted(rows, key=lambda row: row.t)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +44,15 @@ class Target:
 
 
 async def replay(
-    rows: Sequence[TraceRow], target: Target, *, seed: int = 1, on_done: Callable[[Outcome], None] = lambda _: None
+    rows: Sequence[TraceRequest], target: Target, *, seed: int = 1, on_done: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
     """Send every row at its time and wait for all answers. A failed request is an Outcome with an error."""
     start = time.monotonic() + 0.2
 
-    async def one(index: int, row: TraceRow) -> Outcome:
+    async def one(index: int, row: TraceRequest) -> Outcome:
         body = _body(row, target, random.Random(f"{seed}:{index}"))
-        await asyncio.sleep(max(0.0, start + row.t - time.monotonic()))
-        outcome = Outcome(row, late=max(0.0, time.monotonic() - start - row.t))
+        await asyncio.sleep(max(0.0, start + row.at_us / 1e6 - time.monotonic()))
+        outcome = Outcome(row, late=max(0.0, time.monotonic() - start - row.at_us / 1e6))
         try:
             async with asyncio.timeout(target.timeout_seconds):
                 await _stream(target, target.keys[row.team], body, outcome)
@@ -104,7 +66,7 @@ async def replay(
     return list(await asyncio.gather(*(one(index, row) for index, row in enumerate(rows))))
 
 
-def _body(row: TraceRow, target: Target, rng: random.Random) -> bytes:
+def _body(row: TraceRequest, target: Target, rng: random.Random) -> bytes:
     low, high = (1000, 40000) if target.vocab_size > 40000 else (target.vocab_size // 4, target.vocab_size // 2)
     return json.dumps(
         {
@@ -177,7 +139,7 @@ def describe(values: Sequence[float]) -> dict[str, float] | None:
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Latency of complete answers in all and per team, tokens per second of the whole run, and the errors."""
-    ends = [o.row.t + o.late + o.jct for o in outcomes if o.jct is not None]
+    ends = [o.row.at_us / 1e6 + o.late + o.jct for o in outcomes if o.jct is not None]
     wall = max(ends, default=0.0)
     tokens = sum(o.output_tokens for o in outcomes)
     teams = sorted({o.row.team for o in outcomes})

@@ -1,0 +1,162 @@
+"""`terazi demo`: one bundled trace of three teams, played under FCFS and under EG-MLFQ against a real server.
+
+Prints the model's SHA-256, one real answer and the per-team table of both orders, and writes a self-contained page.
+A failed request makes the exit code 1.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trace
+from gateway.policy_run import RunOptions, run_policy
+from gateway.render import CommandError, print_json, print_table
+from gateway.replay import Outcome
+
+POLICIES = ("fcfs", "eg-mlfq")
+QUESTION = "What is a pair of scales used for? Answer in one sentence."
+BUNDLED = "the bundled trace, sampled from the Azure LLM inference trace 2023 (CC-BY-4.0)"
+
+
+def load_trace(path: Path | None, seconds: float) -> list[TraceRequest]:
+    """The first `seconds` of a trace, by default of the bundled one (its NOTICE.txt says where it comes from).
+
+    Raises TraceError.
+    """
+    if path is None:
+        text = (files("gateway") / "data" / "demo_trace.jsonl").read_text("utf-8")
+        rows = parse_trace(text.splitlines(), "the bundled trace")
+    else:
+        rows = read_trace(path)
+    kept = [row for row in rows if row.at_us <= seconds * 1e6]
+    if not kept:
+        raise TraceError(f"no request comes within {seconds:g} s")
+    return kept
+
+
+def run_demo(
+    *,
+    out: Path,
+    seconds: float,
+    trace: Path | None,
+    engine: str,
+    model: str,
+    max_batch_size: str,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """The whole demo. Raises CommandError when something does not start or a request failed."""
+    from engine.model_store import ModelStoreError, prepare
+
+    try:
+        rows = load_trace(trace, seconds)
+        stored = prepare(model)
+    except TraceError as error:
+        raise CommandError(str(error), code="trace_unusable") from None
+    except ModelStoreError as error:
+        raise CommandError(str(error), code="model_unusable") from None
+    say: Callable[[str], None] = (lambda _: None) if as_json else print
+    say(f"model {stored.name}\nSHA-256 {stored.sha256}")
+    options = RunOptions(
+        data_root=(data_dir or out / "data").absolute(),
+        engine=engine,
+        model=model,
+        max_batch_size=max_batch_size,
+        vocab_size=stored.config.vocab_size,
+        question=QUESTION,
+    )
+    source = str(trace) if trace else BUNDLED
+    say(f"trace: {len(rows)} requests over {rows[-1].at_us / 1e6:.0f} s, {source}")
+    runs = []
+    for policy in POLICIES:
+        with _Progress(f"{policy:8}", len(rows), is_shown=not as_json) as progress:
+            runs.append(run_policy(policy, rows, options, progress.advance))
+        if policy == POLICIES[0]:
+            say(f"\n{QUESTION}\n> {runs[0]['answer']}\n")
+    report = {
+        "lead": f"The same {len(rows)} requests of three teams, played twice over HTTP against a real server.",
+        "facts": {
+            "model": stored.name,
+            "SHA-256": stored.sha256,
+            "trace": source,
+            "slots": max_batch_size,
+            "engine": engine,
+            "processor cores": str(os.cpu_count()),
+            "output tokens/s": ", ".join(f"{r['policy']} {r['output_tokens_per_second']:.1f}" for r in runs),
+        },
+        "question": QUESTION,
+        "answer": runs[0]["answer"],
+        "runs": runs,
+    }
+    path = write_report(report, out)
+    _print(report, path, as_json)
+    failed = sum(run["failed"] for run in runs)
+    if failed:
+        reasons = "; ".join(dict.fromkeys(error for run in runs for error in run["errors"]))
+        raise CommandError(f"{failed} requests failed: {reasons}", code="requests_failed")
+
+
+def write_report(report: dict[str, Any], out: Path) -> Path:
+    """Write report.html and report.json; the path of the page. Raises CommandError."""
+    from gateway.report_html import render
+
+    path = out / "report.html"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(report), encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _print(report: dict[str, Any], path: Path, as_json: bool) -> None:
+    from gateway.report_html import table_rows
+
+    if as_json:
+        runs = [{k: v for k, v in run.items() if k not in ("series", "samples")} for run in report["runs"]]
+        print_json({**report, "runs": runs, "page": str(path)})
+        return
+    print_table(table_rows(report), title="per team, seconds")
+    first, second = report["runs"]
+    for run in report["runs"]:
+        print(f"{run['policy']:8} {run['output_tokens_per_second']:7.1f} output tokens/s, {run['wall_seconds']:.1f} s")
+    ratio = second["output_tokens_per_second"] / (first["output_tokens_per_second"] or 1.0)
+    print(f"output tokens/s, {second['policy']} over {first['policy']}: {ratio:.3f}\nreport: {path}")
+
+
+class _Progress:
+    """A progress bar on stderr; silent with --json."""
+
+    def __init__(self, label: str, total: int, *, is_shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._failed = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            disable=not is_shown,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task(label, total=total, note="starting the server")
+
+    def __enter__(self) -> "_Progress":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def advance(self, outcome: Outcome) -> None:
+        """One request has ended."""
+        self._failed += outcome.error is not None
+        note = f"{self._failed} failed" if self._failed else ""
+        self._progress.update(self._task, advance=1, note=note)

@@ -1,0 +1,147 @@
+"""One trace under one policy against a real server: what the demo and the policy benchmark have in common."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.sim.simulate import isolated_us
+from engine.sim.workload import TraceRequest
+from gateway.admin_client import AdminClient, open_admin
+from gateway.replay import Outcome, Target, describe, replay, summarise
+from gateway.reports_reader import open_reports
+from gateway.server_process import ServerProcess
+from policies.cost import StepProfile
+
+TEAM_TIERS = {"support": "gold", "dev": "silver", "reports": "bronze"}
+OTHER_TIER = "silver"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What both runs of a comparison share."""
+
+    data_root: Path
+    engine: str
+    model: str
+    max_batch_size: str
+    vocab_size: int
+    question: str = ""
+
+
+async def _make_teams(admin: AdminClient, teams: Sequence[str]) -> dict[str, str]:
+    keys = {}
+    for team in teams:
+        tier = TEAM_TIERS.get(team, OTHER_TIER)
+        await admin.call("POST", "/admin/v1/teams", body={"name": team, "tier": tier})
+        answer = await admin.call("POST", f"/admin/v1/teams/{team}/keys", body={})
+        keys[team] = str(answer["key"])
+    return keys
+
+
+async def ask(server: ServerProcess, key: str, model: str, question: str) -> str:
+    """One chat answer, greedy."""
+    import httpx
+
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 48, "temperature": 0}
+    async with httpx.AsyncClient(base_url=server.info["url"], timeout=120.0, trust_env=False) as client:
+        answer = await client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    answer.raise_for_status()
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def run_policy(
+    policy: str, rows: Sequence[TraceRequest], options: RunOptions, on_done: Callable[[Outcome], None]
+) -> dict[str, Any]:
+    """Serve under `policy`, replay, stop, read the reports; one JSON-able document. Its data directory is made anew."""
+    data_dir = options.data_root / policy
+    shutil.rmtree(data_dir, ignore_errors=True)
+    teams = sorted(
+        {row.team for row in rows}, key=lambda team: (list(TEAM_TIERS).index(team) if team in TEAM_TIERS else 9, team)
+    )
+
+    async def play(server: ServerProcess) -> tuple[str, list[Outcome], dict[str, Any]]:
+        async with open_admin(data_dir) as admin:
+            keys = await _make_teams(admin, teams)
+            status = await admin.call("GET", "/admin/v1/status")
+        served_model = status["engine"]["model"]["name"]
+        # Both runs answer it, so both engines are warm when the trace begins.
+        answer = await ask(server, keys[teams[0]], served_model, options.question) if options.question else ""
+        target = Target(server.host, server.port, served_model, keys, options.vocab_size)
+        return answer, await replay(rows, target, on_done=on_done), status
+
+    serve_options = ["--policy", policy, "--engine", options.engine, "--model", options.model]
+    with ServerProcess(data_dir, [*serve_options, "--max-batch-size", options.max_batch_size]) as server:
+        answer, outcomes, status = asyncio.run(play(server))
+    return _document(policy, rows, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams)
+
+
+async def _reports(data_dir: Path) -> dict[str, Any]:
+    """What the ledger and the service samples say once the server has stopped."""
+    async with open_reports(data_dir) as reports:
+        return {"usage": await reports.usage(), "fairness": await reports.fairness(), "series": await reports.series()}
+
+
+def _alone_seconds(profile: StepProfile, row: TraceRequest) -> float:
+    """Modelled time of this request alone on the device, under the default chunking."""
+    return isolated_us(profile, EngineConfig(), row.prompt_tokens, row.output_tokens) / 1e6
+
+
+def _from_zero(series: dict[str, Any]) -> dict[str, Any]:
+    """Service samples with seconds since the first one."""
+    start = series["at"][0] if series["at"] else 0.0
+    return {"t": [at - start for at in series["at"]], "served": series["served"], "entitled": series["entitled"]}
+
+
+def _document(
+    policy: str,
+    rows: Sequence[TraceRequest],
+    outcomes: Sequence[Outcome],
+    answer: str,
+    status: dict[str, Any],
+    reports: dict[str, Any],
+    teams: Sequence[str],
+) -> dict[str, Any]:
+    profile = StepProfile(**status["engine"]["profile"])
+    summary = summarise(outcomes)
+    fairness = {row["team"]: row for row in reports["fairness"]["data"]}
+    usage = {row["team"]: row for row in reports["usage"]["data"]}
+    table = []
+    for team in teams:
+        done = [o for o in outcomes if o.row.team == team and o.error is None]
+        one = summary["teams"][team]
+        slowdown = describe([(o.jct or 0.0) / _alone_seconds(profile, o.row) for o in done])
+        table.append(
+            {
+                "team": team,
+                "tier": TEAM_TIERS.get(team, OTHER_TIER),
+                "requests": one["requests"],
+                "failed": one["failed"],
+                "ttft_mean": (one["ttft_seconds"] or {}).get("mean"),
+                "ttft_p95": (one["ttft_seconds"] or {}).get("p95"),
+                "jct_mean": (one["jct_seconds"] or {}).get("mean"),
+                "jct_p95": (one["jct_seconds"] or {}).get("p95"),
+                "slowdown_mean": (slowdown or {}).get("mean"),
+                "slowdown_p95": (slowdown or {}).get("p95"),
+                "share": fairness.get(team, {}).get("share"),
+                "entitled": fairness.get(team, {}).get("entitled"),
+                "preemptions": usage.get(team, {}).get("preemptions"),
+                "device_seconds": usage.get(team, {}).get("device_seconds"),
+            }
+        )
+    return {
+        "policy": policy,
+        "answer": answer,
+        "failed": summary["all"]["failed"],
+        "errors": summary["errors"],
+        "wall_seconds": summary["wall_seconds"],
+        "output_tokens_per_second": summary["output_tokens_per_second"],
+        "late_max_seconds": summary["late_max_seconds"],
+        "all": summary["all"],
+        "teams": table,
+        "series": _from_zero(reports["series"]),
+        "samples": {"jct": {t: [o.jct for o in outcomes if o.row.team == t and o.error is None] for t in teams}},
+    }

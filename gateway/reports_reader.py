@@ -1,0 +1,71 @@
+"""Reports straight from the database, on a read-only connection and without the lock, whether or not a server runs."""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.render import EXIT_ERROR, EXIT_NOT_FOUND, EXIT_USAGE, CommandError
+from gateway.settings import load
+from tenants import reports
+from tenants.clock import wall_clock_us
+from tenants.database import Database, sqlite_path
+from tenants.errors import Invalid, TenantError
+from tenants.periods import Period, parse_period
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """The reports of one store over one period."""
+
+    database: Database
+    period: Period
+
+    async def usage(self, by: Sequence[str] = ("team",), team: str | None = None) -> dict[str, Any]:
+        """See `tenants.reports.usage_report`."""
+        async with self.database.session() as connection:
+            return await reports.usage_report(connection, self.period, by, team=team)
+
+    async def fairness(self) -> dict[str, Any]:
+        """See `tenants.reports.fairness_report`."""
+        async with self.database.session() as connection:
+            return await reports.fairness_report(connection, self.period)
+
+    async def series(self) -> dict[str, Any]:
+        """See `tenants.reports.service_series`."""
+        async with self.database.session() as connection:
+            return await reports.service_series(connection, self.period)
+
+
+@contextlib.asynccontextmanager
+async def open_reports(
+    data_dir: Path, from_text: str | None = None, to_text: str | None = None
+) -> AsyncIterator[Reports]:
+    """Raises CommandError for a store that is not there, cannot be read or is of another version, or a bad period."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    url = load({"data_dir": data_dir}, os.environ).database_url
+    try:
+        path = sqlite_path(url)
+        # Opening a missing SQLite file would make an empty one.
+        if path is not None and not path.exists():
+            raise CommandError(
+                f"there is no database in {data_dir}: no server has run there", EXIT_NOT_FOUND, "not_found"
+            )
+        period = parse_period(from_text, to_text, wall_clock_us())
+        database = Database.read_only(url)
+    except Invalid as error:
+        raise CommandError(error.message, EXIT_USAGE, error.code) from None
+    try:
+        yield Reports(database, period)
+    except Invalid as error:
+        raise CommandError(error.message, EXIT_USAGE, error.code) from None
+    except TenantError as error:
+        raise CommandError(error.message, EXIT_ERROR, error.code) from None
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", error)).splitlines()[0]
+        raise CommandError(f"the database cannot be read: {reason}; try terazi db upgrade", EXIT_ERROR) from None
+    finally:
+        await database.dispose()

@@ -1,0 +1,292 @@
+"""`terazi serve`: composes store, engine and the two HTTP listeners, and takes them down in the right order.
+
+Up:   lock, sockets, schema, snapshot, ledger, HTTP (alive, not ready), engine, ready.
+Down: not ready, no new connections, running requests up to the drain time, the rest with an error event, ledger
+      written, engine ended, lock released. SIGTERM and SIGINT start it; a second signal changes nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from engine.messages import ServiceSamples
+from gateway import lock, logs
+from gateway.admin import AdminState, admin_app
+from gateway.app import public_app
+from gateway.engine_client import EngineClient
+from gateway.engine_process import EngineStartError, engine_config, socket_path_for
+from gateway.engine_supervisor import EngineSupervisor
+from gateway.errors import EngineDied
+from gateway.listeners import HttpServer, ListenError, bind, make_server, url_of
+from gateway.metrics import GatewayMetrics, is_ready
+from gateway.render import CommandError, print_json
+from gateway.settings import Settings
+from gateway.state import GatewayState, HttpSettings
+from gateway.store import open_store
+from gateway.tokenizer import ModelTokenizer
+from tenants.clock import wall_clock_us
+from tenants.errors import TenantError
+from tenants.rows import ServiceSampleRow
+from tenants.snapshot import Snapshot
+
+_log = logging.getLogger("terazi.serve")
+
+QUICKSTART_TEAM = "demo"
+# After the drain time: for the error events to be read and the last rows to be closed.
+BOOKING_SECONDS = 12.0
+
+
+def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT. Raises CommandError, DataDirLocked or DataDirUnusable: one line, no traceback."""
+    import uvloop
+
+    with lock.DataDirLock(settings.data_dir):
+        logs.set_up(settings.log_format, settings.log_level)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_Server(settings, quickstart=quickstart, as_json=as_json).run())
+        except (ListenError, EngineStartError) as error:
+            raise CommandError(str(error), code="start_failed") from None
+        except TenantError as error:
+            raise CommandError(error.message, code=error.code) from None
+        finally:
+            lock.remove_server_info(settings.data_dir)
+
+
+@dataclass(slots=True)
+class _Announcement:
+    """What is printed once the server is ready."""
+
+    url: str
+    admin_url: str
+    data_dir: str
+    key: str = ""
+
+    def show(self, model: str, as_json: bool) -> None:
+        if as_json:
+            print_json({"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir, "model": model})
+        else:
+            print(
+                f"terazi {version('terazi')} serves {model} at {self.url}\nadmin {self.admin_url}, data {self.data_dir}"
+            )
+        if self.key and not as_json:
+            print(f"\n{curl_line(self.url, self.key, model)}\n")
+        # The caller may be reading a pipe.
+        print(end="", flush=True)
+
+
+def curl_line(url: str, key: str, model: str) -> str:
+    """A first request, ready to paste."""
+    return (
+        f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
+        f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}]}}\''
+    )
+
+
+class _Server:
+    """One life of the server."""
+
+    def __init__(self, settings: Settings, *, quickstart: bool, as_json: bool) -> None:
+        self._settings = settings
+        self._quickstart = quickstart
+        self._as_json = as_json
+        self._stop = asyncio.Event()
+        self._started_at = time.monotonic()
+
+    async def run(self) -> None:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        async with contextlib.AsyncExitStack() as stack:
+            public_sockets = bind(settings.host, settings.port)
+            admin_sockets = bind(settings.admin_host, settings.admin_port)
+            for listener in (*public_sockets, *admin_sockets):
+                stack.callback(listener.close)
+            self._store = await stack.enter_async_context(open_store(settings))
+            socket_path = socket_path_for(settings.data_dir)
+            self._client = EngineClient(socket_path, on_samples=self._book_samples)
+            self._supervisor = EngineSupervisor(engine_config(settings), socket_path, self._connect, self._client.close)
+            stack.push_async_callback(self._supervisor.stop)
+            stack.push_async_callback(self._client.close)
+            self._follow(self._store.holder.current)
+            self._store.holder.subscribe(self._follow)
+            self._state = GatewayState(
+                snapshot_holder=self._store.holder,
+                leases=self._store.leases,
+                ledger=self._store.ledger,
+                engine=self._client,
+                settings=HttpSettings(
+                    max_body_bytes=settings.max_body_bytes,
+                    early_headers_after=settings.early_headers_after,
+                    idle_connection_timeout=settings.keep_alive_timeout,
+                    default_max_tokens=settings.default_max_tokens,
+                ),
+            )
+            self._announcement = _Announcement(
+                url_of(public_sockets, settings.host),
+                url_of(admin_sockets, settings.admin_host),
+                str(settings.data_dir),
+            )
+            self._token = lock.admin_token(settings.data_dir)
+            self._metrics = GatewayMetrics(self._state, self._store.leases, self._store.ledger)
+            self._admin_app = admin_app(
+                AdminState(
+                    token=self._token,
+                    database=self._store.database,
+                    snapshot_holder=self._store.holder,
+                    status=self._status,
+                    metrics=self._metrics.render,
+                    flush=self._store.ledger.flush,
+                )
+            )
+            public = self._server(public_app(self._state))
+            admin = self._server(self._admin_app)
+            await self._serve(public, public_sockets, admin, admin_sockets)
+
+    def _server(self, app: Any) -> HttpServer:
+        settings = self._settings
+        return make_server(app, keep_alive_timeout=settings.keep_alive_timeout, drain_timeout=settings.drain_timeout)
+
+    async def _serve(self, public: HttpServer, public_sockets: Any, admin: HttpServer, admin_sockets: Any) -> None:
+        public_task = asyncio.create_task(public.serve(public_sockets), name="public")
+        admin_task = asyncio.create_task(admin.serve(admin_sockets), name="admin")
+        engine_task = asyncio.create_task(self._supervisor.run(), name="engine")
+        stop_task = asyncio.create_task(self._stop.wait(), name="stop")
+        info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
+        lock.write_server_info(self._settings.data_dir, info)
+        everything = {public_task, admin_task, engine_task, stop_task}
+        try:
+            await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(public, public_task)
+        finally:
+            for task in (engine_task, stop_task):
+                task.cancel()
+            public.should_exit = admin.should_exit = True
+            endings = await asyncio.gather(public_task, admin_task, engine_task, stop_task, return_exceptions=True)
+        for ending in endings:
+            if isinstance(ending, Exception):
+                raise ending
+
+    async def _drain(self, public: HttpServer, public_task: "asyncio.Task[None]") -> None:
+        """Running requests may end by themselves for a while; the rest are ended. Then every row is booked."""
+        self._state.is_draining = True
+        lock.remove_server_info(self._settings.data_dir)
+        open_at_start = self._client.num_streams
+        if open_at_start:
+            _log.info("draining %d requests for up to %.0f s", open_at_start, self._settings.drain_timeout)
+        timer = asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._state.end_streams)
+        public.should_exit = True
+        await public_task
+        timer.cancel()
+        deadline = time.monotonic() + BOOKING_SECONDS
+        while self._store.ledger.num_open and time.monotonic() < deadline:  # noqa: ASYNC110  the ledger has no event
+            await asyncio.sleep(0.02)
+
+    async def _connect(self) -> None:
+        """The engine listens: greet it, load its tokenizer, and with the first one say that we are ready."""
+        try:
+            hello = await self._client.connect()
+        except EngineDied as error:
+            raise EngineStartError(error.message) from error
+        if self._state.tokenizer is None:
+            try:
+                self._state.tokenizer = await asyncio.to_thread(ModelTokenizer.load, hello.model)
+            except (OSError, ValueError) as error:
+                raise EngineStartError(f"the tokenizer of {hello.model.path} cannot be used: {error}") from error
+            await self._announce(hello.model.name)
+        _log.info("engine ready", extra={"engine": hello.engine_id, "epoch": hello.epoch, "model": hello.model.name})
+
+    async def _announce(self, model: str) -> None:
+        if self._quickstart:
+            self._announcement.key = await self._make_quickstart_key()
+        self._announcement.show(model, self._as_json)
+
+    async def _make_quickstart_key(self) -> str:
+        """Team `demo`, made once, and a fresh key."""
+        import httpx
+
+        from gateway.admin_client import AdminClient
+        from gateway.render import EXIT_CONFLICT
+
+        headers = {"authorization": f"Bearer {self._token}"}
+        transport = httpx.ASGITransport(self._admin_app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
+            client = AdminClient(http)
+            try:
+                await client.call("POST", "/admin/v1/teams", body={"name": QUICKSTART_TEAM, "tier": "gold"})
+            except CommandError as error:
+                if error.exit_code != EXIT_CONFLICT:
+                    raise
+            answer = await client.call("POST", f"/admin/v1/teams/{QUICKSTART_TEAM}/keys", body={})
+        return str(answer["key"])
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """The engine gets the teams of every snapshot."""
+        self._client.configure_teams(snapshot.team_terms())
+
+    def _book_samples(self, samples: ServiceSamples) -> None:
+        self._metrics.add(samples)
+        at_us = wall_clock_us()
+        self._store.ledger.add_samples(
+            [
+                ServiceSampleRow(
+                    at_us=at_us,
+                    team_id=team.team_id,
+                    interval_ms=samples.interval_ms,
+                    served_us=team.served_us,
+                    entitled_us=team.entitled_us,
+                    backlogged_ms=team.backlogged_ms,
+                    waiting=team.waiting,
+                    running=team.running,
+                    lag_min_us=team.lag_min_us,
+                    lag_max_us=team.lag_max_us,
+                    promotions=team.promotions,
+                    bytes_swapped_out=team.bytes_swapped_out,
+                    bytes_swapped_in=team.bytes_swapped_in,
+                )
+                for team in samples.teams
+            ]
+        )
+
+    def _reasons(self) -> list[str]:
+        state, ledger = self._state, self._store.ledger
+        facts = {
+            "draining": state.is_draining,
+            "starting": state.tokenizer is None,
+            "engine_unavailable": state.tokenizer is not None and not self._client.is_ready,
+            "store_unavailable": ledger.is_failing,
+        }
+        return [reason for reason, is_so in facts.items() if is_so]
+
+    def _status(self) -> dict[str, Any]:
+        """What `GET /admin/v1/status` shows."""
+        import msgspec
+
+        hello, step = self._client.hello, self._client.latest_step
+        return {
+            "version": version("terazi"),
+            "pid": os.getpid(),
+            "ready": is_ready(self._state),
+            "degraded": self._store.ledger.is_failing,
+            "reasons": self._reasons(),
+            "uptime_seconds": round(time.monotonic() - self._started_at, 3),
+            "requests_open": self._client.num_streams,
+            "ledger_backlog": self._store.ledger.backlog,
+            "engine_restarts": self._supervisor.num_restarts,
+            "engine": None if hello is None else msgspec.to_builtins(hello),
+            "step": None
+            if step is None
+            else {
+                "running": step.num_running,
+                "waiting": step.num_waiting,
+                "free_blocks": step.num_free_blocks,
+                "duration_us": step.duration_us,
+            },
+        }

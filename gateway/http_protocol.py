@@ -1,0 +1,107 @@
+"""The bytes of a connection, where uvicorn's httptools protocol leaves something open. Pass it as uvicorn's `http`.
+
+- A client of HTTP/1.0 (nginx's default towards an upstream for many years) knows no chunked framing: a body of unknown
+  length goes out as plain bytes and ends with the connection (RFC 9112 §6.3).
+- A request head has a size limit while it arrives, and a time limit, so that slow or endless heads hold nothing.
+- What is no HTTP is refused in the same JSON envelope as everything else.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app's own, lower limit answers more politely
+HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the head
+
+
+class _UntilClose(int):
+    """A body length that no body exceeds or falls short of: uvicorn counts down from it and checks it is used up."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> "_UntilClose":
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's httptools protocol with the three gaps closed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        if self._has_room(len(url)):
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_room(len(name) + len(value)):
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head_arrived()
+        if self._head_bytes > MAX_HEAD_BYTES:
+            return  # refused already
+        super().on_headers_complete()
+        if self.scope.get("http_version") == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClose()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self._refuse(BadRequest(msg, code="invalid_http"))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        had_room = self._head_bytes <= MAX_HEAD_BYTES
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            if had_room:
+                self._refuse(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+            return False
+        return True
+
+    def _refuse(self, error: GatewayError) -> None:
+        body = error.encode("")
+        head = {**error.headers(), "content-type": "application/json", "content-length": str(len(body))}
+        lines = [f"{name}: {value}\r\n".encode("latin-1", "replace") for name, value in head.items()]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._head_arrived()
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_slow_head)
+
+    def _head_arrived(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        self.transport.close()

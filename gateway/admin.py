@@ -53,6 +53,10 @@ OPEN_PATHS = frozenset({"/livez", "/readyz"})
 ACTOR = "admin"
 
 
+def _no_server() -> dict[str, Any]:
+    return {"ready": False, "reasons": ["no server runs"]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminState:
     """What the admin app stands on.
@@ -64,8 +68,8 @@ class AdminState:
     token: str
     database: Database
     snapshot_holder: SnapshotHolder
-    status: Callable[[], Mapping[str, Any]]
-    metrics: Callable[[], bytes]
+    status: Callable[[], Mapping[str, Any]] = _no_server
+    metrics: Callable[[], bytes] = bytes  # nothing
     flush: Callable[[], Awaitable[None]] | None = None
     now_us: Callable[[], int] = wall_clock_us
 

@@ -12,6 +12,7 @@ which is 1 when all got the same part of what they were entitled to.
 Percentiles are exact, by nearest rank. Times are seconds; device_seconds = device_us / 1e6.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,7 +198,7 @@ async def fairness_report(connection: AsyncConnection, period: Period) -> dict[s
         "jain_weighted": weighted_jain([(line["weight"], line["satisfaction"]) for line in judged]),
         "satisfaction_min_to_max": min_to_max([line["satisfaction"] for line in judged]),
         "lag_max_seconds": max((line["lag_max_seconds"] for line in data), default=None),
-        "device_seconds": sum(line["device_seconds"] for line in data),
+        "device_seconds": math.fsum(line["device_seconds"] for line in data),
         "tiers": [
             {"tier": key[0], "requests": sums["requests"]} | tier_times.get(key, _NO_TIMES)
             for key, sums in sorted(tier_sums.items())

@@ -177,6 +177,8 @@ class LagMeter:
         """
         team.num_live += 1
         if team.num_live > 1:
+            if team.num_refused:
+                self._band = None  # the newcomer may make it able
             return
         team.was_active = True
         if not self.active:
@@ -188,7 +190,8 @@ class LagMeter:
             team.lag = max(team.lag - (self._virtual_time - team.left_at), least)
             if self.theta is not None:
                 team.lag = min(team.lag, max(most, least + self.theta + self.step_max))
-            self._band = least, max(most, team.lag)
+            # Where teams cannot run, the newcomer may change which ones the band is taken over.
+            self._band = None if self.num_refused else (least, max(most, team.lag))
         insort(self.active, team, key=_team_id)
 
     def exit(self, team: TeamShare) -> None:

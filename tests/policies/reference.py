@@ -1,0 +1,201 @@
+"""EG-MLFQ written the slow and obvious way: exact fractions, whole scans, nothing kept between picks.
+
+Only the roundings that the scheduling page defines are taken over: entitlements are whole microseconds (what is left
+goes to the lowest team ids), expected costs are whole microseconds, and virtual time counts in 1/lcm of the weights.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from policies.config import PolicyConfig
+from policies.sequences import SequenceTerms, Served, TeamTerms
+
+
+@dataclass
+class Seq:
+    seq_id: int
+    team: "Team"
+    level: int
+    place: int
+    prefill: int
+    next_work: int
+    used: int = 0
+    attained: int = 0
+    generated: bool = False
+    refused: bool = False
+    tried: bool = False
+    taken: bool = False
+
+
+@dataclass
+class Team:
+    team_id: int
+    weight: int
+    D: Fraction = Fraction(0)
+    D_planned: Fraction = Fraction(0)
+    left_at: Fraction = Fraction(0)
+    seqs: list[Seq] = field(default_factory=list)
+    cost_average: int = 1
+    work_average: int = 1
+
+    def able(self) -> bool:
+        return any(not seq.refused for seq in self.seqs)
+
+    def expected(self, work: int) -> int:
+        return work * self.cost_average // self.work_average
+
+
+class Reference:
+    """The same calls as `policies.policy.Policy`."""
+
+    name = "reference"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+        self.quanta = [*config.quanta(), math.inf]
+        self.teams: dict[int, Team] = {}
+        self.seqs: dict[int, Seq] = {}
+        self.place = 0
+        self.V = Fraction(0)
+        self.planned: list[Team] = []
+
+    def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
+        self.teams = {terms.team_id: Team(terms.team_id, terms.weight) for terms in teams}
+        self.lcm = math.lcm(*(team.weight for team in self.teams.values()))
+        least = min(team.weight for team in self.teams.values())
+        self.u = Fraction(self.config.step_cost_max_us, least)
+        assert self.config.theta_us is not None
+        self.theta: Fraction | float = Fraction(self.config.theta_us) if self.config.is_gated else math.inf
+
+    def active(self) -> list[Team]:
+        return [team for team in self.teams.values() if team.seqs]
+
+    def able(self) -> list[Team]:
+        return [team for team in self.active() if team.able()] or self.active()
+
+    def arrive(self, terms: SequenceTerms, now_us: int) -> int:
+        team = self.teams[terms.team_id]
+        if not team.seqs:
+            if not self.active():
+                for other in self.teams.values():
+                    other.D = Fraction(0)
+            else:
+                lags = [other.D for other in self.able()]
+                team.D -= self.V - team.left_at
+                team.D = max(team.D, min(lags))
+                team.D = Fraction(min(team.D, max(max(lags), min(lags) + self.theta + self.u)))
+        level = next(k for k in range(self.config.levels) if self.quanta[k] >= terms.prefill_work_us)
+        level = max(level, min(terms.start_level, self.config.levels - 1))
+        next_work = min(terms.prefill_work_us, self.config.chunk_work_us) or self.config.decode_work_us
+        self.place += 1
+        seq = Seq(terms.seq_id, team, level, self.place, terms.prefill_work_us, next_work)
+        team.seqs.append(seq)
+        self.seqs[terms.seq_id] = seq
+        return level
+
+    def begin(self, now_us: int) -> None:
+        self.planned = self.active()
+        for team in self.planned:
+            team.D_planned = team.D
+            for seq in team.seqs:
+                seq.tried = seq.taken = False
+
+    def best(self) -> int | None:
+        candidates = []
+        for team in self.planned:
+            untried = [seq for seq in team.seqs if not seq.tried]
+            if untried:
+                candidates.append(min(untried, key=lambda seq: (seq.level, seq.place)))
+        if not candidates:
+            return None
+        limit = max(min(team.D for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
+        eligible = [seq for seq in candidates if limit >= seq.team.D]
+        return min(eligible, key=lambda seq: (seq.level, seq.team.D, seq.place)).seq_id
+
+    def take(self, seq_id: int, work_us: int) -> None:
+        seq = self.seqs[seq_id]
+        seq.tried = seq.taken = True
+        seq.refused = False
+        seq.team.D += Fraction(seq.team.expected(work_us), seq.team.weight)
+
+    def refuse(self, seq_id: int) -> None:
+        seq = self.seqs[seq_id]
+        seq.tried = seq.refused = True
+
+    def settle(self, served: Sequence[Served], now_us: int) -> None:
+        total = sum(row.cost_us for row in served)
+        largest = max((row.cost_us for row in served), default=0)
+        cost = {team.team_id: 0 for team in self.planned}
+        work = dict(cost)
+        for row in served:
+            cost[self.seqs[row.seq_id].team.team_id] += row.cost_us
+            work[self.seqs[row.seq_id].team.team_id] += row.work_us
+        demand = {
+            team.team_id: cost[team.team_id]
+            + sum(max(largest, team.expected(seq.next_work)) for seq in team.seqs if not seq.taken)
+            for team in self.planned
+        }
+        if total:
+            entitled = water_fill(total, demand, {team.team_id: team.weight for team in self.planned})
+            weight = sum(team.weight for team in self.planned)
+            self.V += Fraction(total * self.lcm // weight, self.lcm)
+            for team in self.planned:
+                team.D = team.D_planned + Fraction(cost[team.team_id] - entitled[team.team_id], team.weight)
+        if any(team.able() for team in self.planned) and self.theta != math.inf:
+            floor = min(team.D for team in self.able()) - self.theta - self.u
+            for team in self.planned:
+                if not team.able():
+                    team.D = Fraction(max(team.D, floor))
+        for team in self.planned:
+            if any(self.seqs[row.seq_id].team is team for row in served):
+                team.cost_average += cost[team.team_id] - (team.cost_average >> 3)
+                team.work_average += work[team.team_id] - (team.work_average >> 3)
+        for row in served:
+            self.charge(self.seqs[row.seq_id], row)
+
+    def charge(self, seq: Seq, row: Served) -> None:
+        seq.used += row.work_us
+        seq.attained += row.work_us
+        if not row.has_generated:
+            left = seq.prefill - seq.attained
+            seq.next_work = min(row.work_us, left) if left > 0 else row.work_us
+            return
+        seq.next_work = row.work_us if seq.generated else self.config.decode_work_us
+        seq.generated = True
+        if seq.used >= self.quanta[seq.level]:
+            self.place += 1
+            seq.level, seq.used, seq.place = seq.level + 1, 0, self.place
+
+    def leave(self, seq_id: int, now_us: int) -> None:
+        seq = self.seqs.pop(seq_id)
+        seq.team.seqs.remove(seq)
+        if not seq.team.seqs:
+            seq.team.left_at = self.V
+
+    def level(self, seq_id: int) -> int:
+        return self.seqs[seq_id].level
+
+    def lags(self) -> dict[int, Fraction]:
+        return {team.team_id: team.D for team in self.active()}
+
+
+def water_fill(total: int, demand: dict[int, int], weight: dict[int, int]) -> dict[int, int]:
+    """Max-min parts of `total`: teams in the order of demand per weight, each satisfied or sharing what is left."""
+    entitled = {}
+    rest = total
+    order = sorted(demand, key=lambda team: Fraction(demand[team], weight[team]))
+    for i, team in enumerate(order):
+        share = Fraction(rest * weight[team], sum(weight[other] for other in order[i:]))
+        if demand[team] <= share:
+            entitled[team] = demand[team]
+            rest -= demand[team]
+            continue
+        thirsty = sorted(order[i:])
+        weights = sum(weight[other] for other in thirsty)
+        parts = {other: rest * weight[other] // weights for other in thirsty}
+        for other in thirsty[: rest - sum(parts.values())]:
+            parts[other] += 1
+        return entitled | parts
+    return entitled

@@ -1,0 +1,129 @@
+"""Random workloads for property tests: teams, jobs, closed loops, aborts, refusals, and costs that differ from work."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hypothesis import strategies as st
+
+from policies.config import PolicyConfig
+from tests.policies.driver import UNIT, Driver, Job, config
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    team: int  # index into the scenario's teams
+    at: int
+    prefill: int
+    decodes: int
+    level: int
+    abort_after: int | None
+    think: int | None  # a closed loop sends the job again that long after it ended
+
+
+@dataclass(frozen=True)
+class Scenario:
+    weights: tuple[int, ...]
+    slots: int
+    levels: int
+    theta: int | None
+    chunk: int
+    jobs: tuple[JobPlan, ...]
+    refusals: int  # percent of tries that find no room
+    skew: int  # 0: cost is work; otherwise a seed for costs that are not
+    seed: int
+
+    @property
+    def bound(self) -> int:
+        """The most units one sequence costs in one step."""
+        return max([1, *(min(self.chunk, job.prefill) for job in self.jobs)])
+
+    @property
+    def u(self) -> Fraction:
+        """`bound` over the least weight."""
+        return Fraction(self.bound, min(self.weights))
+
+    def settings(self, unit: int = UNIT) -> PolicyConfig:
+        """The policy's configuration."""
+        return config([2**k for k in range(self.levels)], theta=self.theta, u=self.bound, unit=unit)
+
+    def driver(self, unit: int = UNIT, **more: object) -> Driver:
+        """A driver with this scenario's arrivals in its future."""
+        weights = dict(enumerate(self.weights))
+        driver = Driver(self.settings(unit), weights, self.slots, unit=unit, **more)  # type: ignore[arg-type]
+        loops: dict[int, JobPlan] = {}
+
+        def send(plan: JobPlan) -> None:
+            seq_id = driver.add(plan.team, plan.prefill, plan.decodes, plan.level, f"j{len(driver.jobs)}", self.chunk)
+            loops[id(driver.jobs[seq_id])] = plan
+            if plan.abort_after is not None:
+                driver.at(driver.now + plan.abort_after, lambda: driver.abort(seq_id))
+
+        def again(job: Job) -> None:
+            plan = loops[id(job)]
+            if plan.think is not None:
+                driver.at(driver.now + plan.think, lambda: send(plan))
+
+        for plan in self.jobs:
+            driver.at(plan.at, lambda plan=plan: send(plan))
+        driver.on_done.append(again)
+        if self.refusals:
+            driver.has_room = self._room(driver)
+        if self.skew:
+            driver.costs = self._costs()
+        return driver
+
+    def _room(self, driver: Driver) -> Callable[[Job], bool]:
+        def has_room(job: Job) -> bool:
+            return random.Random(f"{self.seed} {driver.now} {job.label}").randrange(100) >= self.refusals
+
+        return has_room
+
+    def _costs(self) -> Callable[[list[int]], list[int]]:
+        source = random.Random(self.skew)
+
+        def costs(works: list[int]) -> list[int]:
+            return [work * source.randrange(50, 200) // 100 + source.randrange(7) for work in works]
+
+        return costs
+
+
+def scenarios(
+    max_teams: int = 5,
+    slots: int = 5,
+    refusals: bool = False,
+    skew: bool = False,
+    loops: bool = True,
+    infinite: bool = False,
+    only_infinite: bool = False,
+) -> st.SearchStrategy[Scenario]:
+    """Workloads of up to `max_teams` teams with weights 1 to 4."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Scenario:
+        teams = draw(st.integers(1, max_teams))
+        plan = st.builds(
+            JobPlan,
+            team=st.integers(0, teams - 1),
+            at=st.integers(0, 30),
+            prefill=st.sampled_from([0, 0, 1, 1, 3, 9]),
+            decodes=st.sampled_from([1, 1, 2, 5, 30]),
+            level=st.integers(0, 3),
+            abort_after=st.none() | st.integers(1, 20) if loops else st.none(),
+            think=st.none() | st.integers(0, 3) if loops else st.none(),
+        )
+        thetas: list[int | None] = [] if only_infinite else [0, 1, 3, 20]
+        return Scenario(
+            weights=tuple(draw(st.lists(st.integers(1, 4), min_size=teams, max_size=teams))),
+            slots=draw(st.integers(1, slots)),
+            levels=draw(st.integers(1, 4)),
+            theta=draw(st.sampled_from(thetas + [None] * infinite)),
+            chunk=draw(st.sampled_from([2, 1 << 20])),
+            jobs=tuple(draw(st.lists(plan, min_size=1, max_size=16))),
+            refusals=draw(st.sampled_from([0, 30, 80])) if refusals else 0,
+            skew=draw(st.integers(1, 9)) if skew else 0,
+            seed=draw(st.integers(0, 9)),
+        )
+
+    return build()

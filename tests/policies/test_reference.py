@@ -1,0 +1,71 @@
+"""The incremental policy and the naive one make the same schedules, step by step and to the last microsecond of lag.
+
+The unit of fairness is a team's lag D. The naive policy (`tests.policies.reference`) scans everything at every pick and
+computes in fractions.
+"""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.policies.reference import Reference, water_fill
+from tests.policies.scenarios import Scenario, scenarios
+
+EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def same_schedule(scenario: Scenario, steps: int = 60) -> None:
+    fast = scenario.driver()
+    slow = scenario.driver(instance=Reference(scenario.settings()))
+    for _ in range(steps):
+        assert fast.step() == slow.step()
+        assert fast.policy.lags() == slow.policy.lags()
+        assert [fast.policy.level(s) for s in fast.live] == [slow.policy.level(s) for s in slow.live]
+
+
+@settings(EXACT, max_examples=200)
+@given(scenarios(infinite=True))
+def test_same_schedule_as_the_naive_policy(scenario: Scenario) -> None:
+    same_schedule(scenario)
+
+
+@settings(EXACT, max_examples=200)
+@given(scenarios(refusals=True, infinite=True))
+def test_same_schedule_with_refusals(scenario: Scenario) -> None:
+    same_schedule(scenario)
+
+
+@settings(EXACT, max_examples=100)
+@given(scenarios(refusals=True, skew=True, infinite=True))
+def test_same_schedule_when_cost_is_not_work(scenario: Scenario) -> None:
+    same_schedule(scenario)
+
+
+@pytest.mark.case("I14")
+@settings(EXACT, max_examples=100)
+@given(scenarios(infinite=True, only_infinite=True))
+def test_without_a_gate_the_order_is_level_then_lag(scenario: Scenario) -> None:
+    """Theta = infinity against the naive order, in which no limit is ever computed."""
+    reference = Reference(scenario.settings())
+    reference.able = lambda: reference.active()  # type: ignore[method-assign]
+    fast, slow = scenario.driver(), scenario.driver(instance=reference)
+    for _ in range(60):
+        assert fast.step() == slow.step()
+
+
+amounts = st.dictionaries(st.integers(0, 9), st.tuples(st.integers(0, 50), st.integers(1, 4)), min_size=1, max_size=6)
+
+
+@settings(EXACT, max_examples=100)
+@given(amounts, st.integers(0, 200))
+def test_the_reference_itself_is_max_min(table: dict[int, tuple[int, int]], total: int) -> None:
+    """Who gets less than it asks for has, but for rounding, the largest part per weight."""
+    demand = {team: d for team, (d, _) in table.items()}
+    weight = {team: w for team, (_, w) in table.items()}
+    total = min(total, sum(demand.values()))
+    parts = water_fill(total, demand, weight)
+    assert sum(parts.values()) == total
+    assert all(0 <= parts[team] <= demand[team] for team in demand)
+    for team in demand:
+        if parts[team] < demand[team]:
+            assert all((parts[other] - 1) / weight[other] <= (parts[team] + 1) / weight[team] for other in demand)

@@ -1,0 +1,175 @@
+"""The lag meter on its own: Theta and u from the weights, reloads, exactness, joining.
+
+Unit of fairness: D, cost-microseconds per unit of weight.
+"""
+
+from fractions import Fraction
+
+import pytest
+
+from policies.config import PolicyConfig
+from policies.eg_mlfq import EgMlfq
+from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.shares import LagMeter
+
+
+def meter(**settings: object) -> LagMeter:
+    return LagMeter(PolicyConfig(**settings))  # type: ignore[arg-type]
+
+
+def terms(*weights: int) -> list[TeamTerms]:
+    return [TeamTerms(team_id, weight) for team_id, weight in enumerate(weights)]
+
+
+def test_theta_and_u_follow_the_configured_weights() -> None:
+    shares = meter(fairness_window_us=1_000_000, base_quantum_us=50_000, step_cost_max_us=250_000)
+    shares.configure(terms(4, 2, 2))
+    assert shares.theta is not None
+    assert Fraction(shares.theta, shares.scale) == 125_000, "tau_f * R_0 over the sum of weights"
+    assert Fraction(shares.step_max, shares.scale) == 125_000, "250 ms over the least weight"
+    shares.configure(terms(*[1] * 100))
+    assert Fraction(shares.theta, shares.scale) == 50_000, "never less than the cost of the first quantum"
+
+
+def test_theta_may_be_given_or_infinite() -> None:
+    given = meter(theta_us=7)
+    given.configure(terms(3, 2))
+    assert given.theta == 7 * given.scale == 42
+    infinite = meter(is_gated=False)
+    infinite.configure(terms(3, 2))
+    assert infinite.theta is None
+
+
+@pytest.mark.parametrize("weight", [0, -1])
+def test_weights_are_positive(weight: int) -> None:
+    with pytest.raises(ValueError, match="positive integers"):
+        meter().configure(terms(1, weight))
+
+
+def test_a_team_stands_in_the_table_once() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        meter().configure([TeamTerms(1), TeamTerms(1, weight=2)])
+
+
+def policy_with(weights: tuple[int, ...], **settings: int) -> EgMlfq:
+    policy = EgMlfq(PolicyConfig(**{"theta_us": 10**9, "step_cost_max_us": 0, **settings}))  # type: ignore[arg-type]
+    policy.configure(terms(*weights), 0)
+    for team in range(len(weights)):
+        for i in range(3):
+            policy.arrive(SequenceTerms(10 * team + i, team, 1, 0, 0, 0, 0), 0)
+    return policy
+
+
+def serve(policy: EgMlfq, cost: int, only_team: int = 0) -> None:
+    """A step of one sequence of `only_team`."""
+    policy.begin(0)
+    while (seq_id := policy.best()) is not None:
+        if seq_id // 10 == only_team:
+            policy.take(seq_id, 1)
+            policy.settle([Served(seq_id, 1, cost, True)], 0)
+            return
+        policy.refuse(seq_id)
+    raise AssertionError("no candidate of that team")
+
+
+def test_new_weights_keep_every_lag_exactly() -> None:
+    policy = policy_with((2, 3))
+    serve(policy, 101)
+    before = policy.lags()
+    # 101 between weights 2 and 3 is 40.4 and 60.6: whole microseconds 41 and 60, the rest to the lowest id.
+    assert before == {0: Fraction(101 - 41, 2), 1: Fraction(-60, 3)}
+    for weights in ((7, 5), (1, 1), (997, 991), (2, 3)):
+        policy.configure(terms(*weights), 0)
+        assert policy.lags() == before
+
+
+def test_the_scale_does_not_grow_with_every_reload() -> None:
+    policy = policy_with((2, 3))
+    serve(policy, 100)
+    for weight in range(1, 200):
+        policy.configure(terms(weight, 3), 0)
+    policy.configure(terms(2, 3), 0)
+    assert policy._meter.scale == 6
+
+
+def test_a_reload_clips_to_the_new_band() -> None:
+    """Eight more teams narrow Theta from 200/2 to 200/10; u stays 10."""
+    policy = EgMlfq(PolicyConfig(fairness_window_us=200, base_quantum_us=1, step_cost_max_us=10))
+    policy.configure(terms(1, 1), 0)
+    for seq_id in (0, 1, 10, 11):
+        policy.arrive(SequenceTerms(seq_id, seq_id // 10, 1, 0, 0, 0, 0), 0)
+    serve(policy, 80)
+    assert policy.lags() == {0: 40, 1: -40}
+    policy.configure(terms(1, 1), 0)
+    assert policy.lags() == {0: 40, 1: -40}, "the same table is no reload"
+    policy.configure(terms(*[1] * 10), 0)
+    assert policy.lags() == {0: -40 + 20 + 10, 1: -40}, "min D + Theta + u"
+
+
+def test_a_vanished_team_finishes_what_it_has() -> None:
+    policy = policy_with((1, 1))
+    policy.configure([TeamTerms(1)], 0)
+    with pytest.raises(KeyError, match="unknown team 0"):
+        policy.arrive(SequenceTerms(99, 0, 1, 0, 0, 0, 0), 0)
+    serve(policy, 50)
+    assert [team.team_id for team in policy.team_service()] == [0, 1]
+    for i in range(3):
+        policy.leave(i, 0)
+    policy.configure([TeamTerms(1), TeamTerms(2)], 0)
+    policy.configure([TeamTerms(1)], 0)
+    assert [team.team_id for team in policy.team_service()] == [1], "accounts of the gone do not pile up"
+
+
+def test_alone_again_all_lags_are_forgotten() -> None:
+    policy = policy_with((1, 1))
+    serve(policy, 50)
+    for seq_id in (0, 1, 2, 10, 11, 12):
+        policy.leave(seq_id, 0)
+    policy.arrive(SequenceTerms(50, 0, 1, 0, 0, 0, 0), 0)
+    policy.arrive(SequenceTerms(51, 1, 1, 0, 0, 0, 0), 0)
+    assert policy.lags() == {0: 0, 1: 0}
+
+
+def test_time_away_works_off_debt_but_earns_no_credit() -> None:
+    policy = policy_with((1, 1))
+    serve(policy, 100)
+    assert policy.lags() == {0: 50, 1: -50}
+    for seq_id in (0, 1, 2):
+        policy.leave(seq_id, 0)
+    serve(policy, 30, only_team=1)  # alone: all of it is its entitlement, and virtual time goes on by 30
+    policy.arrive(SequenceTerms(3, 0, 1, 0, 0, 0, 0), 0)
+    assert policy.lags() == {0: 20, 1: -50}
+    policy.leave(3, 0)
+    serve(policy, 1000, only_team=1)
+    policy.arrive(SequenceTerms(4, 0, 1, 0, 0, 0, 0), 0)
+    assert policy.lags() == {0: -50, 1: -50}
+
+
+def test_a_single_long_chunk_is_expected_in_the_pick() -> None:
+    """Inside one step a team's lag grows by what each pick will cost, so equal teams share the slots of one step."""
+    policy = policy_with((1, 1), theta_us=0)
+    policy.begin(0)
+    order = []
+    for _ in range(6):
+        seq_id = policy.best()
+        assert seq_id is not None
+        policy.take(seq_id, 1000)
+        order.append(seq_id // 10)
+    assert order == [0, 1, 0, 1, 0, 1]
+
+
+def test_expected_cost_follows_the_teams_own_recent_steps() -> None:
+    """Team 0 pays half its work, team 1 all of it: in one step team 0 gets two picks for each one of team 1."""
+    policy = policy_with((1, 1), theta_us=0)
+    for _ in range(60):
+        policy.begin(0)
+        picked = []
+        for _ in range(2):
+            seq_id = policy.best()
+            assert seq_id is not None
+            policy.take(seq_id, 1000)
+            picked.append(seq_id)
+        policy.settle([Served(s, 1000, 500 if s < 10 else 1000, True) for s in picked], 0)
+    meter_teams = policy._meter.teams
+    assert meter_teams[0].expected_cost(1000) == pytest.approx(500, abs=10)
+    assert meter_teams[1].expected_cost(1000) == pytest.approx(1000, abs=10)

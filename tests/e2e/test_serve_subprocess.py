@@ -1,0 +1,356 @@
+"""`terazi serve` from outside, over TCP: the official client, the ledger, and how a server ends."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.server import Server, is_running, sse_events, wait_until
+
+MakeServer = Callable[..., Server]
+
+
+def client_of(server: Server, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def long_body(max_tokens: int = 4000) -> dict[str, Any]:
+    body = {"model": "tiny-random", "prompt": [300, 301, 302], "stream": True, "max_tokens": max_tokens}
+    return {**body, "ignore_eos": True, "min_tokens": max_tokens}
+
+
+class Stream:
+    """A stream read by a thread, so that the test can do something meanwhile."""
+
+    def __init__(self, server: Server, key: str, body: dict[str, Any]) -> None:
+        self.lines: list[str] = []
+        self.status = 0
+        self.broke: Exception | None = None
+        self._request = (f"{server.url}/v1/completions", body, {"authorization": f"Bearer {key}"})
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        wait_until(lambda: any(line.startswith("data:") for line in self.lines), "the first token")
+
+    def _read(self) -> None:
+        url, body, headers = self._request
+        try:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    self.lines.append(line)
+        except httpx.HTTPError as error:
+            self.broke = error
+
+    def events(self) -> list[str]:
+        """All events, once the stream has ended."""
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the stream has not ended"
+        return sse_events("\n".join(self.lines))
+
+
+def ledger_rows(server: Server) -> list[dict[str, Any]]:
+    """Ledger rows, straight from the database."""
+    import sqlite3
+
+    with sqlite3.connect(f"file:{server.data_dir / 'terazi.db'}?mode=ro", uri=True) as connection:
+        connection.row_factory = sqlite3.Row
+        rows = [dict(row) for row in connection.execute("SELECT * FROM ledger ORDER BY received_at_us")]
+    connection.close()
+    return rows
+
+
+def test_the_official_client_works_and_every_request_is_one_ledger_row(running: Server) -> None:
+    running.json("team", "create", "first", "--tier", "gold")
+    key = running.json("key", "create", "first")["key"]
+    client = client_of(running, key)
+    assert [model.id for model in client.models.list()] == ["tiny-random"]
+    chat = client.chat.completions.create(
+        model="tiny-random",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=5,
+        extra_body={"ignore_eos": True},
+    )
+    assert chat.usage is not None
+    assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (5, "length")
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny-random",
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=7,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 7
+    text = client.completions.create(
+        model="tiny-random", prompt=[300, 301], max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert text.usage is not None
+    assert text.usage.prompt_tokens == 2
+
+    def is_booked() -> bool:
+        return bool(running.admin("GET", "reports/usage?team=first")["total"]["requests"] == 3)
+
+    wait_until(is_booked, "three rows")
+    line = running.json("usage", "report", "--by", "team,tier,model", "--team", "first")["data"][0]
+    assert (line["team"], line["tier"], line["model"], line["ok"]) == ("first", "gold", "tiny-random", 3)
+    assert line["output_tokens"] == 15
+    assert line["prompt_tokens"] == chat.usage.prompt_tokens + chunks[-1].usage.prompt_tokens + 2
+    assert line["device_seconds"] > 0
+
+
+@pytest.mark.case("G51")
+def test_a_revoked_key_is_refused_by_the_next_request(running: Server) -> None:
+    running.json("team", "create", "leaver")
+    made = running.json("key", "create", "leaver")
+    assert set(made) == {"id", "key", "team"}
+    client = client_of(running, made["key"])
+    client.models.list()
+    assert running.json("key", "revoke", made["id"])["status"] == "revoked"
+    with pytest.raises(openai.AuthenticationError) as refused:
+        client.models.list()
+    assert refused.value.code == "key_revoked"
+
+
+def test_service_samples_are_stored_while_the_engine_works(running: Server) -> None:
+    key = running.make_key("sampled")
+    stream = Stream(running, key, long_body(60))
+    assert stream.events()[-1] == "[DONE]"
+
+    def has_samples() -> bool:
+        return any(line["team"] == "sampled" for line in running.admin("GET", "reports/fairness")["data"])
+
+    wait_until(has_samples, "a service sample")
+    line = next(line for line in running.json("fairness", "report")["data"] if line["team"] == "sampled")
+    assert line["device_seconds"] > 0
+    assert line["weight"] == 4
+
+
+@pytest.mark.case("G52", "D15")
+def test_no_secret_is_in_logs_answers_or_files(running: Server) -> None:
+    key = running.make_key("canary")
+    secret = key.rpartition("-")[2]
+    headers = {"authorization": f"Bearer {key}"}
+    bodies = [httpx.get(f"{running.url}/v1/models", headers=headers).text]
+    bodies.append(httpx.get(f"{running.url}/v1/models", headers={"authorization": f"Bearer {key[:-1]}"}).text)
+    bodies.append(httpx.post(f"{running.url}/v1/completions", headers=headers, content=key.encode()).text)
+    bodies.append(httpx.post(f"{running.url}/v1/completions", headers=headers, json={"model": 1}).text)
+    bodies.append(running.terazi("key", "list", "--json").stdout)
+    bodies += [running.log, running.out]
+    for path in running.data_dir.rglob("*"):
+        if path.is_file():
+            bodies.append(path.read_bytes().decode("latin-1"))
+    assert [body for body in bodies if secret in body] == []
+    token = (running.data_dir / "admin.token").read_text().strip()
+    assert token not in running.log + running.out
+
+
+@pytest.mark.case("S17")
+def test_admin_calls_and_metrics_need_the_token_and_are_not_public(running: Server) -> None:
+    admin_url = running.info["admin_url"]
+    for path in ("/metrics", "/admin/v1/teams", "/admin/v1/status"):
+        assert httpx.get(f"{admin_url}{path}").status_code == 401
+        assert httpx.get(f"{running.url}{path}").status_code == 404
+    token = (running.data_dir / "admin.token").read_text().strip()
+    metrics = httpx.get(f"{admin_url}/metrics", headers={"authorization": f"Bearer {token}"})
+    assert metrics.status_code == 200
+    assert "terazi_ready 1.0" in metrics.text
+    assert "trz-" not in metrics.text
+
+
+@pytest.mark.case("D14")
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_default_host_answers_on_both_loopback_addresses(running: Server, host: str) -> None:
+    if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    assert httpx.get(f"http://{host}:{running.port}/livez").status_code == 200
+
+
+def one_line(done: Any) -> str:
+    """The one line a failed command may print."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return str(lines[0])
+
+
+def test_a_second_server_on_the_same_data_directory_is_refused(running: Server) -> None:
+    done = running.terazi("serve", "--engine", "sim", "--model", "tiny-random", "--port", "0", "--admin-port", "0")
+    assert done.returncode == 6
+    assert f"in use by process {running.info['pid']}" in one_line(done)
+    assert running.readyz() == 200
+    assert running.terazi("db", "upgrade").returncode == 6
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_taken_port_is_one_clear_line(make_server: MakeServer, flag: str) -> None:
+    server = make_server()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"--port": "0", "--admin-port": "0", flag: str(taken.getsockname()[1])}
+        options = [part for pair in ports.items() for part in pair]
+        done = server.terazi("serve", "--engine", "sim", "--model", "tiny-random", *options)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{ports[flag]}: the port is taken" in one_line(done)
+
+
+def test_a_data_directory_that_cannot_be_written_is_one_clear_line(make_server: MakeServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = make_server().terazi("serve", "--engine", "sim", "--data-dir", str(tmp_path / "file" / "data"))
+    assert done.returncode == 1
+    assert "cannot write to the data directory" in one_line(done)
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(make_server: MakeServer) -> None:
+    ports = ["--port", "0", "--admin-port", "0"]
+    done = make_server().terazi("serve", "--engine", "sim", "--model", "/nowhere/model", *ports)
+    assert done.returncode == 1
+    assert "/nowhere/model" in one_line(done)
+
+
+@pytest.mark.case("D11")
+def test_a_typo_in_the_config_stops_the_start(make_server: MakeServer, tmp_path: Path) -> None:
+    config = tmp_path / "terazi.yaml"
+    config.write_text("engine:\n  max_batch_sise: 4\n")
+    done = make_server().terazi("serve", "--config", str(config))
+    assert done.returncode == 2
+    assert f"{config}:2: unknown key engine.max_batch_sise; did you mean engine.max_batch_size?" in one_line(done)
+
+
+@pytest.mark.case("D12")
+def test_alive_at_once_and_ready_only_with_the_engine(make_server: MakeServer) -> None:
+    server = make_server()
+    run = server.data_dir / "run"
+    run.mkdir(parents=True)
+    # The engine's address is held, as by the engine of a server that was just killed: ours waits for it.
+    with (run / "engine.sock.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        server.start(until="listening")
+        key = server.make_key()
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        assert httpx.head(f"{server.url}/livez").status_code == 200
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        assert httpx.get(f"{server.info['admin_url']}/readyz").json()["reasons"] == ["starting"]
+        body = {"model": "tiny-random", "prompt": "x", "max_tokens": 1}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "starting"
+        assert int(refused.headers["retry-after"]) >= 1
+    wait_until(lambda: server.readyz() == 200, "ready after the engine's start")
+
+
+@pytest.mark.case("D05")
+def test_sigterm_lets_running_streams_finish(make_server: MakeServer) -> None:
+    server = make_server().start()
+    key = server.make_key()
+    stream = Stream(server, key, long_body(60))
+    port = server.port
+    server.terminate()
+
+    def is_closed() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
+
+    wait_until(is_closed, "new connections are refused")
+    server.terminate()  # a second signal changes nothing
+    assert stream.events()[-1] == "[DONE]"
+    assert server.wait() == 0
+    (row,) = ledger_rows(server)
+    assert (row["outcome"], row["output_tokens"], row["team"]) == ("ok", 60, "search")
+    assert not (server.data_dir / "server.json").exists()
+
+
+@pytest.mark.case("D05")
+def test_after_the_drain_time_streams_end_with_an_error_and_are_booked(make_server: MakeServer) -> None:
+    server = make_server().start("--drain-timeout", "100ms", "--max-batch-size", "2")
+    key = server.make_key()
+    engine_pid = server.status()["engine"]["pid"]
+    streams = [Stream(server, key, long_body()) for _ in range(2)]
+    server.terminate()
+    for stream in streams:
+        events = stream.events()
+        assert "[DONE]" not in events
+        assert json.loads(events[-1])["error"]["code"] == "draining"
+    assert server.wait() == 0
+    rows = ledger_rows(server)
+    assert [row["outcome"] for row in rows] == ["shutdown"] * 2
+    assert all(row["output_tokens"] > 0 and row["device_us"] > 0 for row in rows)
+    assert not is_running(engine_pid)
+
+
+@pytest.mark.case("K46")
+def test_kill_9_takes_the_engine_along_and_the_next_start_books_lost_rows(make_server: MakeServer) -> None:
+    server = make_server().start()
+    key = server.make_key()
+    first = server.status()["engine"]
+    stream = Stream(server, key, long_body())
+    server.kill()
+    wait_until(lambda: not is_running(first["pid"]), "the engine has ended", seconds=10)
+    assert "[DONE]" not in stream.events()
+    assert ledger_rows(server) == []
+
+    server.start()
+    second = server.status()["engine"]
+    assert (second["engine_id"], second["epoch"]) == (first["engine_id"], first["epoch"] + 1)
+    (row,) = ledger_rows(server)
+    assert (row["outcome"], row["engine_epoch"], row["error_code"]) == ("lost", first["epoch"], "gateway_died")
+    text = client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
+    assert text.usage is not None
+
+
+def test_a_dead_engine_ends_its_streams_with_an_error_and_is_started_again(make_server: MakeServer) -> None:
+    server = make_server().start()
+    key = server.make_key()
+    stream = Stream(server, key, long_body())
+    pid = server.status()["engine"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    events = stream.events()
+    assert "[DONE]" not in events
+    assert json.loads(events[-1])["error"]["type"] == "service_unavailable"
+    wait_until(lambda: server.readyz() == 200 and server.status()["engine"]["pid"] != pid, "a new engine")
+    assert server.status()["engine_restarts"] == 1
+    client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
+    assert server.stop() == 0
+    assert [row["outcome"] for row in ledger_rows(server)] == ["error", "ok"]
+
+
+def test_quickstart_prints_a_line_that_works_and_may_be_used_again(make_server: MakeServer) -> None:
+    server = make_server()
+    for _ in range(2):
+        server.start("--quickstart")
+        wait_until(lambda: f"curl {server.url}/v1/chat/completions" in server.out, "the curl line")
+        key = "trz-" + server.out.rpartition("Bearer trz-")[2].partition("'")[0]
+        assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
+        assert server.stop() == 0
+    assert [team["name"] for team in server.json("team", "list")["data"]] == ["demo"]
+
+
+def test_without_a_server_commands_write_under_the_lock_and_a_server_sees_it(make_server: MakeServer) -> None:
+    server = make_server()
+    server.json("team", "create", "early", "--tier", "gold")
+    key = server.json("key", "create", "early")["key"]
+    assert server.terazi("team", "create", "early").returncode == 4
+    server.start()
+    assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
+    assert server.json("quota", "set", "early", "--requests-per-minute", "0")["limits"]["requests_per_minute"] == 0
+    with pytest.raises(openai.RateLimitError):
+        client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
+
+
+def test_a_data_directory_too_long_for_a_socket_still_serves(make_server: MakeServer) -> None:
+    server = make_server("d" * 120).start()
+    key = server.make_key()
+    assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
+    assert server.stop() == 0

@@ -1,0 +1,245 @@
+"""Commands without a server: exit codes, one JSON document, what is refused, and the reference page."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gateway import reference
+from gateway.cli import app
+from gateway.lock import DataDirLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(data_dir: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--data-dir", str(data_dir)])
+
+
+def ok(data_dir: Path, *arguments: str) -> Any:
+    done = run(data_dir, *arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with team `taken`, made once and only copied."""
+    path = tmp_path_factory.mktemp("seed") / "data"
+    ok(path, "team", "create", "taken", "--tier", "silver")
+    ok(path, "quota", "set", "taken", "--tokens-per-minute", "5")
+    return path
+
+
+@pytest.fixture
+def data_dir(seed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(seed, tmp_path / "data")
+
+
+def test_a_team_and_its_key_from_nothing(tmp_path: Path) -> None:
+    team = ok(tmp_path, "team", "create", "search", "--tier", "gold")
+    assert (team["name"], team["tier"], team["limits"]["concurrent"]) == ("search", "gold", None)
+    key = ok(tmp_path, "key", "create", "search")
+    assert set(key) == {"id", "key", "team"}
+    assert key["key"].startswith(f"trz-{key['id']}-")
+    listed = ok(tmp_path, "key", "list", "--team", "search")["data"]
+    assert [(one["id"], one["status"]) for one in listed] == [(key["id"], "active")]
+    assert key["key"] not in json.dumps(listed)
+    assert ok(tmp_path, "key", "revoke", key["id"])["status"] == "revoked"
+    assert [one["name"] for one in ok(tmp_path, "team", "list")["data"]] == ["search"]
+    assert ok(tmp_path, "team", "set", "search", "--tier", "bronze", "--name", "search-2")["tier"] == "bronze"
+    assert ok(tmp_path, "team", "show", "search-2")["name"] == "search-2"
+
+
+def test_tables_show_the_same_facts(tmp_path: Path) -> None:
+    ok(tmp_path, "team", "create", "search", "--tier", "gold")
+    table = run(tmp_path, "team", "list").stdout
+    assert "search" in table
+    assert "unlimited" in table
+    record = run(tmp_path, "tier", "show", "gold").stdout
+    assert ["weight", "4"] in [line.split() for line in record.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["team", "show", "nobody"], 3),
+        (["key", "create", "nobody"], 3),
+        (["key", "revoke", "nobody"], 3),
+        (["quota", "show", "nobody"], 3),
+        (["tier", "show", "platinum"], 3),
+        (["team", "create", "taken", "--tier", "gold"], 4),
+        (["team", "create", "x", "--tier", "platinum"], 3),
+        (["team", "create", " ML ", "--tier", "gold"], 2),
+        (["team", "create", "=cmd|' /C calc'!A0", "--tier", "gold"], 2),
+        (["team", "create", "<script>", "--tier", "gold"], 2),
+        (["team", "show", "../../etc"], 3),
+        (["team", "create"], 2),
+        (["team", "set", "taken"], 2),
+        (["tier", "set", "gold"], 2),
+        (["tier", "set", "gold", "--weight", "0"], 2),
+        (["tier", "set", "gold", "--weight", "1001"], 2),
+        (["tier", "set", "gold", "--weight", "1.5"], 2),
+        (["tier", "set", "gold", "--start-level", "8"], 2),
+        (["tier", "set", "gold", "--starving-after", "3"], 2),
+        (["usage", "report", "--by", "colour"], 2),
+        (["usage", "report", "--from", "yesterday"], 2),
+        (["usage", "report", "--format", "xml"], 2),
+        (["simulate", "--trace", "/nowhere.jsonl"], 2),
+        (["nonsense"], 2),
+    ],
+)
+def test_exit_codes(data_dir: Path, arguments: list[str], code: int) -> None:
+    done = run(data_dir, *arguments)
+    assert done.exit_code == code, done.stderr
+    assert done.stderr.strip()
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_with_json_is_one_document_too(tmp_path: Path) -> None:
+    done = run(tmp_path, "team", "show", "nobody", "--json")
+    assert done.exit_code == 3
+    assert json.loads(done.stdout)["error"]["code"] == "team_not_found"
+    assert done.stderr.startswith("terazi: ")
+
+
+@pytest.mark.case("B16")
+@pytest.mark.parametrize(
+    "amount", ["-1", "NaN", "Infinity", "inf", "1e400", "1e3", "10,000", "", " ", "0x10", "1_000", "none"]
+)
+def test_impossible_amounts_are_refused_and_change_nothing(data_dir: Path, amount: str) -> None:
+    done = run(data_dir, "quota", "set", "taken", f"--tokens-per-minute={amount}")
+    assert done.exit_code == 2
+    assert "tokens_per_minute" in done.stderr
+    assert ok(data_dir, "quota", "show", "taken")["limits"]["tokens_per_minute"] == 5
+
+
+@pytest.mark.case("B16")
+def test_zero_is_none_and_unlimited_is_a_word(tmp_path: Path) -> None:
+    ok(tmp_path, "team", "create", "search", "--tier", "gold")
+    set_once = ok(tmp_path, "quota", "set", "search", "--concurrent", "0", "--requests-per-minute", "7")["limits"]
+    assert (set_once["concurrent"], set_once["requests_per_minute"], set_once["tokens_per_minute"]) == (0, 7, None)
+    set_twice = ok(tmp_path, "quota", "set", "search", "--concurrent", "unlimited")["limits"]
+    assert (set_twice["concurrent"], set_twice["requests_per_minute"]) == (None, 7)
+
+
+def test_a_locked_data_directory_without_a_server_is_code_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.admin_client.STARTING_SECONDS", 0.0)
+    with DataDirLock(tmp_path):
+        assert run(tmp_path, "team", "list").exit_code == 6
+        assert run(tmp_path, "db", "upgrade").exit_code == 6
+
+
+def test_a_server_that_does_not_answer_is_code_6(tmp_path: Path) -> None:
+    import os
+    import socket
+
+    from gateway import lock
+
+    with DataDirLock(tmp_path), socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        lock.admin_token(tmp_path)
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        lock.write_server_info(tmp_path, {"pid": os.getpid(), "url": url, "admin_url": url})
+        done = run(tmp_path, "team", "list")
+    assert done.exit_code == 6
+    assert "does not answer" in done.stderr
+
+
+def test_reports_of_a_directory_without_a_database_make_none(tmp_path: Path) -> None:
+    for command in (["usage", "report"], ["fairness", "report"]):
+        assert run(tmp_path, *command).exit_code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_db_upgrade_makes_the_schema_and_reports_read_it_without_the_lock(tmp_path: Path) -> None:
+    assert ok(tmp_path, "db", "upgrade")["upgraded"] is True
+    with DataDirLock(tmp_path):
+        report = ok(tmp_path, "usage", "report", "--by", "team,day")
+        assert (report["data"], report["total"]["requests"]) == ([], 0)
+        assert ok(tmp_path, "fairness", "report")["data"] == []
+    assert run(tmp_path, "usage", "report").exit_code == 0
+    assert run(tmp_path, "fairness", "report", "--format", "json").stdout.startswith("{")
+
+
+def test_simulate_is_the_same_twice_and_compares_policies(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [{"t": i * 0.01, "team": "ab"[i % 2], "prompt_tokens": 8, "output_tokens": 4 + i} for i in range(12)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["simulate", "--trace", str(trace), "--policy", "eg-mlfq", "--policy", "fcfs", "--tier", "a=gold"]
+    first = run(tmp_path, *command, "--json")
+    assert first.exit_code == 0, first.stderr
+    assert first.stdout == run(tmp_path, *command, "--json").stdout
+    report = json.loads(first.stdout)
+    assert [policy["policy"] for policy in report["policies"]] == ["eg-mlfq", "fcfs"]
+    assert [(team["team"], team["tier"]) for team in report["policies"][0]["teams"]] == [("a", "gold"), ("b", "silver")]
+    assert run(tmp_path, *command).exit_code == 0
+    assert run(tmp_path, *command, "--tier", "a").exit_code == 2
+
+
+def test_config_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERAZI_POLICY", "fcfs")
+    rows = {row["name"]: row for row in ok(tmp_path, "config", "show")["settings"]}
+    assert rows["policy"] | {"path": "", "flag": ""} == {
+        "name": "policy",
+        "value": "fcfs",
+        "source": "environment TERAZI_POLICY",
+        "path": "",
+        "env": "TERAZI_POLICY",
+        "flag": "",
+    }
+    assert rows["data_dir"]["source"] == "flag --data-dir"
+    assert rows["port"]["source"] == "default"
+
+
+def test_model_show_gives_name_path_and_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERAZI_CACHE_DIR", str(tmp_path / "cache"))
+    record = ok(tmp_path, "model", "show", "--model", "tiny-random")
+    assert record["name"] == "tiny-random"
+    assert len(record["sha256"]) == 64
+    assert (Path(record["path"]) / "tokenizer.json").exists()
+    missing = run(tmp_path, "model", "show", "--model", str(tmp_path / "none"))
+    assert missing.exit_code == 1
+
+
+def test_every_command_takes_data_dir_and_json() -> None:
+    for name, command in reference.walk_commands():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {"--data-dir", "--json"} <= options, name
+
+
+def test_the_reference_page_is_drawn_from_the_code() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    for draw in reference.TABLES.values():
+        assert draw() in page
+    assert reference.rewrite(page) == page, "run: python -m gateway.reference docs/reference.md"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom gateway.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit as end: assert not end.code\n"
+        "print('MODULES', *sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stdout.partition("MODULES ")[2].split())
+    heavy = {
+        "torch",
+        "numpy",
+        "sqlalchemy",
+        "alembic",
+        "httpx",
+        "starlette",
+        "uvicorn",
+        "tokenizers",
+        "jinja2",
+        "msgspec",
+    }
+    assert modules & heavy == set()
+    assert len(modules) < 400, len(modules)

@@ -4,6 +4,7 @@ Nothing is held beyond the limit: a body that inflates is stopped at the first b
 """
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Mapping
 
@@ -71,6 +72,21 @@ async def read_body(receive: Receive, headers: Mapping[str, str], *, max_bytes: 
     if unpack is not None:
         unpack.check_end()
     return b"".join(parts)
+
+
+async def discard_body(receive: Receive, *, max_bytes: int, timeout_seconds: float) -> None:
+    """Take in what the client still sends, within limits, before an answer that closes the connection.
+
+    Closing a socket with unread bytes resets it, and the client may lose the answer.
+    """
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_seconds):
+            while num_bytes <= max_bytes:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from engine.messages import Finished, Hello, SamplingParams, Submit
 from gateway import limits_headers
 from gateway.admission import Claim, identify, queue_timeout
-from gateway.body import check_media_type, read_body
+from gateway.body import check_media_type, discard_body, read_body
 from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, tokens_used
 from gateway.detokenizer import Detokenizer
 from gateway.disconnect import Departure
@@ -41,6 +41,7 @@ from tenants.rows import OpenEntry, Progress
 from tenants.snapshot import Identity
 
 _PROGRESS_TOKENS = 64  # between two progress lines in the journal
+_LINGER_SECONDS = 1.0  # for the rest of a body, before an answer that closes the connection
 
 REQUEST_ID_KEY = "terazi.request_id"  # in the ASGI scope, set by the outermost middleware
 
@@ -76,6 +77,7 @@ class _Call:
         self._timer: Timer | None = None
         self._is_heartbeat_due = False
         self._sent_at = state.clock.monotonic()
+        self._has_body = False  # all of it was read
         self._is_stream = False
         self._has_sent_first = False  # chunk of text
         self._num_tokens = 0  # taken from the stream
@@ -118,6 +120,7 @@ class _Call:
             max_bytes=state.settings.max_body_bytes,
             timeout_seconds=state.settings.body_timeout,
         )
+        self._has_body = True
         self._departure.start()
         hello, tokenizer = self._model()
         if len(body) > state.settings.thread_above_bytes:
@@ -395,6 +398,9 @@ class _Call:
                 await self._reply.send(event(error.body(self._request_id)), is_last=True)
             else:
                 headers = {**self._response_headers(JSON_HEADERS), **error.headers()}
+                if "connection" in headers and not self._has_body:
+                    limit = self._state.settings.max_body_bytes
+                    await discard_body(self._receive, max_bytes=limit, timeout_seconds=_LINGER_SECONDS)
                 await self._reply.whole(error.status, headers, error.encode(self._request_id))
         except ClientGone:
             pass  # nobody reads the refusal

@@ -144,9 +144,6 @@ class RequestTooLarge(GatewayError):
     type = "invalid_request_error"
     default_code = "request_too_large"
 
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "connection": "close"}
-
 
 class UnsupportedMediaType(GatewayError):
     """A content type or content encoding that is not read here; the message says which is."""

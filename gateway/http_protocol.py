@@ -3,6 +3,8 @@
 - A client of HTTP/1.0 (nginx's default towards an upstream for many years) knows no chunked framing: a body of unknown
   length goes out as plain bytes and ends with the connection (RFC 9112 §6.3).
 - A request head has a size limit while it arrives, and a time limit, so that slow or endless heads hold nothing.
+- The rest of a body whose request has been answered (a 413, a 401) is taken in and dropped, so that the client sees the
+  answer and not a reset, but only so much of it and for so long.
 - What is no HTTP is refused in the same JSON envelope as everything else.
 """
 
@@ -15,6 +17,8 @@ from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app's own, lower limit answers more politely
 HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the head
+MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body that has been answered already
+DROP_SECONDS = 30.0  # to the end of such a body
 
 
 class _UntilClose(int):
@@ -36,25 +40,26 @@ class _UntilClose(int):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with the three gaps closed."""
+    """uvicorn's httptools protocol with these gaps closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._dropped_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._arm(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_arrived()
+        self._disarm()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
-        self._await_head()
+        self._head_bytes = self._dropped_bytes = 0
+        self._arm(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
         if self._has_room(len(url)):
@@ -65,13 +70,32 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head_arrived()
+        self._disarm()
         if self._head_bytes > MAX_HEAD_BYTES:
             return  # refused already
         super().on_headers_complete()
         if self.scope.get("http_version") == "1.0":
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClose()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            if self._timer is None:
+                self._arm(DROP_SECONDS)
+            self._dropped_bytes += len(body)
+            if self._dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.close()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._disarm()
+            if not self.transport.is_closing():  # uvicorn's own timer ended when the rest of the body arrived
+                self._unset_keepalive_if_required()
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
@@ -93,15 +117,15 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()
 
-    def _await_head(self) -> None:
-        self._head_arrived()
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_slow_head)
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._on_too_slow)
 
-    def _head_arrived(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _on_slow_head(self) -> None:
-        self._head_timer = None
+    def _on_too_slow(self) -> None:
+        self._timer = None
         self.transport.close()

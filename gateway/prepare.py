@@ -35,7 +35,7 @@ def prepare(
     tokenizer: ModelTokenizer,
     default_max_tokens: int,
 ) -> Prepared:
-    """The request, ready to be admitted. `is_json` is False when the content type did not say so.
+    """The request, ready to be admitted. `is_json` is False when no content type said so.
 
     Raises BadRequest (ContextLengthExceeded when no room is left for one token), NotFound for another model,
     UnsupportedMediaType for what is not JSON and did not claim to be.
@@ -43,7 +43,7 @@ def prepare(
     try:
         request = decode_request(endpoint, body)
     except BadRequest as error:
-        if is_json or error.code != "invalid_json":
+        if is_json or error.code != "invalid_json" or body.lstrip()[:1] == b"{":
             raise
         raise UnsupportedMediaType(
             "The body is not JSON; send JSON with the header 'Content-Type: application/json'."

@@ -1,0 +1,160 @@
+"""Who is let in: the key as it arrives, the order of checks, and what a refusal may say."""
+
+import pytest
+
+from gateway.admission import key_from, limit_error
+from gateway.app import HttpSettings
+from gateway.errors import RateLimited, Unauthenticated
+from tenants.errors import LimitExceeded
+from tenants.quotas import Limits
+from tests.gateway.harness import CHAT, TEXT, chat_body, gateway
+
+pytestmark = pytest.mark.anyio
+
+KEY = "trz-key"
+
+
+@pytest.mark.case("A18")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"authorization", b"Bearer trz-key")],
+        [(b"authorization", b"bearer trz-key")],
+        [(b"Authorization", b"BEARER  trz-key")],
+        [(b"authorization", b"Bearer trz-key \t")],
+        [(b"x-api-key", b"trz-key")],
+        [(b"api-key", b" trz-key")],
+        [(b"authorization", b"Bearer trz-key"), (b"x-api-key", b"trz-key")],
+        [(b"authorization", b"Bearer trz-key"), (b"authorization", b"Bearer trz-key")],
+    ],
+)
+def test_a_key_is_found_in_every_form_clients_send(headers: list[tuple[bytes, bytes]]) -> None:
+    assert key_from(headers) == KEY
+
+
+@pytest.mark.case("A18")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"Bearer")],
+        [(b"authorization", b"")],
+        [(b"authorization", b"Basic dXNlcjpwYXNz")],
+        [(b"authorization", b"trz-key")],
+        [(b"x-api-key", b"")],
+        [(b"authorization", b"Bearer one"), (b"x-api-key", b"two")],
+        [(b"authorization", b"Bearer one"), (b"authorization", b"Bearer two")],
+    ],
+)
+def test_no_key_another_scheme_or_two_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        key_from(headers)
+    assert "one" not in caught.value.message.split() and "dXNl" not in caught.value.message
+
+
+@pytest.mark.case("A18", "D15")
+@pytest.mark.parametrize(
+    "key", ["undefined", "sk-secret-value", "trz-" + "A" * 12 + "-" + "b" * 49, "x" * 5000, "\xff"]
+)
+async def test_a_wrong_key_is_one_401_that_never_repeats_it(key: str) -> None:
+    async with gateway() as g:
+        response = await g.http.post(
+            CHAT, json=chat_body(), headers={"authorization": f"Bearer {key}".encode("latin-1")}
+        )
+        assert response.status_code == 401
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert key not in response.text and response.headers["www-authenticate"] == "Bearer"
+        assert error["message"].startswith("Incorrect API key provided.")
+
+
+async def test_a_known_public_id_with_a_wrong_secret_gets_the_same_words() -> None:
+    async with gateway() as g:
+        other = g.holder.add("team-b")
+        forged = f"{g.key[:17]}{other[17:]}"
+        wrong = (await g.chat(key=forged)).json()["error"]
+        unknown = (await g.chat(key="nothing")).json()["error"]
+        for error in (wrong, unknown):
+            del error["terazi"]["request_id"]
+        assert wrong == unknown
+
+
+async def test_a_revoked_and_an_expired_key_say_so() -> None:
+    async with gateway() as g:
+        revoked = await g.chat(key=g.holder.add("team-a", is_revoked=True))
+        assert revoked.status_code == 401 and revoked.json()["error"]["code"] == "key_revoked"
+        key = g.holder.add("team-a", expires_at_us=g.clock.now_us() + 1)
+        g.engine.script = g.engine.saying("ok")
+        assert (await g.chat(key=key)).status_code == 200
+        g.clock.advance(1)
+        expired = await g.chat(key=key)
+        assert expired.status_code == 401 and expired.json()["error"]["code"] == "key_expired"
+
+
+async def test_a_key_in_the_query_string_opens_nothing() -> None:
+    async with gateway() as g:
+        response = await g.http.post(f"{CHAT}?api_key={g.key}&key={g.key}", json=chat_body())
+        assert response.status_code == 401
+
+
+async def test_the_head_decides_before_the_body_is_looked_at() -> None:
+    async with gateway(limits=Limits(requests_per_minute=0), settings=HttpSettings(max_body_bytes=4)) as g:
+        assert (await g.post(CHAT, content=b"not json", key="wrong")).status_code == 401
+        refused = await g.post(CHAT, content=b"not json")
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "requests"
+
+
+async def test_a_request_that_fails_its_checks_uses_up_no_limit() -> None:
+    async with gateway(limits=Limits(requests_per_minute=1, concurrent=1)) as g:
+        assert (await g.post(CHAT, content=b"{")).status_code == 400
+        assert (await g.chat(model="other")).status_code == 404
+        assert (await g.chat(temperature=9)).status_code == 400
+        g.engine.script = g.engine.saying("ok")
+        assert (await g.chat()).status_code == 200
+
+
+@pytest.mark.case("S15")
+async def test_headers_cannot_name_a_team_a_tier_or_an_address() -> None:
+    async with gateway() as g:
+        g.holder.add("team-b")
+        g.engine.script = g.engine.saying("ok")
+        spoofed = {
+            "x-terazi-team": "team-b",
+            "x-terazi-tier": "gold",
+            "x-team": "team-b",
+            "x-forwarded-for": "127.0.0.1",
+            "openai-organization": "team-b",
+            "x-terazi-start-level": "0",
+        }
+        await g.post(CHAT, chat_body(), headers=spoofed)
+        assert (g.ledger.rows[0].team, g.engine.submitted[0].team_id) == ("team-a", 1)
+
+
+@pytest.mark.case("G04")
+async def test_one_teams_keys_and_routes_share_its_limits() -> None:
+    async with gateway(limits=Limits(requests_per_minute=2)) as g:
+        g.engine.script = g.engine.saying("ok")
+        second = g.holder.add("team-a", limits=Limits(requests_per_minute=2))
+        assert (await g.chat()).status_code == 200
+        assert (await g.chat(key=second)).status_code == 200
+        assert (await g.chat(key=second)).status_code == 429
+        assert (await g.post(TEXT, {"model": "x", "prompt": "x"})).status_code == 429
+
+
+@pytest.mark.case("G47")
+def test_a_limit_error_carries_its_numbers() -> None:
+    error = limit_error(
+        LimitExceeded(limit="requests", scope="team", name="red", hard=5, used=5, requested=1, retry_after_seconds=0.2)
+    )
+    assert isinstance(error, RateLimited)
+    body = error.body("req-1")["error"]
+    assert body["terazi"] | {"doc_url": ""} == {
+        "scope": "team",
+        "limit": 5,
+        "used": 5,
+        "requested": 1,
+        "request_id": "req-1",
+        "doc_url": "",
+    }
+    assert error.headers()["retry-after"] == "1" and error.headers()["retry-after-ms"] == "1000"

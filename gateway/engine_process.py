@@ -22,6 +22,7 @@ from gateway.settings import Settings
 
 _log = logging.getLogger("terazi.engine")
 
+COMMAND = (sys.executable, "-m", "engine.service")
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
 _TAIL_LINES = 20
@@ -65,7 +66,7 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the process and wait until it listens. Raises EngineStartError with the engine's own reason."""
-        command = [sys.executable, "-m", "engine.service", "--socket", str(self._socket_path)]
+        command = [*COMMAND, "--socket", str(self._socket_path)]
         command += ["--config", msgspec.json.encode(self._config).decode(), "--parent-stdin"]
         environment = dict(os.environ)
         # Spinning OpenMP threads would take the gateway's core; cores - 1 threads are the engine's own default.

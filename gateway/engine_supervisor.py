@@ -25,11 +25,20 @@ Hook = Callable[[], Awaitable[None]]
 class EngineSupervisor:
     """Owns the engine process. `connect` runs after each start; `disconnect` after each death."""
 
-    def __init__(self, config: EngineConfig, socket_path: Path, connect: Hook, disconnect: Hook) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        socket_path: Path,
+        connect: Hook,
+        disconnect: Hook,
+        *,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._config = config
         self._socket_path = socket_path
         self._connect = connect
         self._disconnect = disconnect
+        self._pause = pause
         self._process: EngineProcess | None = None
         self.num_restarts = 0
 
@@ -63,7 +72,7 @@ class EngineSupervisor:
             if time.monotonic() - started > STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             _log.warning("starting the engine again in %.1f s", pause)
-            await asyncio.sleep(pause)
+            await self._pause(pause)
             pause = min(pause * 2, MAX_PAUSE_SECONDS)
             self.num_restarts += 1
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import uvicorn
 
+from gateway.http_protocol import HttpProtocol
+
 _BIND_ATTEMPTS = 20  # a free IPv4 port may be taken on IPv6
 
 
@@ -27,7 +29,7 @@ def make_server(app: Any, *, keep_alive_timeout: float, drain_timeout: float) ->
     """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,210 @@
+"""Pieces of serve that need no subprocess: listeners, the engine's process and its supervisor, logs, metrics."""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from gateway import engine_process, engine_supervisor, logs
+from gateway.engine_process import EngineProcess, EngineStartError, engine_config, socket_path_for
+from gateway.engine_supervisor import EngineSupervisor
+from gateway.listeners import ListenError, bind, make_server, url_of
+from gateway.settings import load
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.case("D14")
+def test_localhost_is_both_loopback_addresses_on_one_port() -> None:
+    listeners = bind("localhost", 0)
+    try:
+        addresses = [listener.getsockname()[:2] for listener in listeners]
+        assert addresses[0][0] == "127.0.0.1"
+        assert [host for host, _ in addresses[1:]] in (["::1"], [])
+        assert len({port for _, port in addresses}) == 1
+        assert url_of(listeners, "localhost") == f"http://localhost:{addresses[0][1]}"
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "http://127.0.0.1:"), ("127.0.0.1", "http://127.0.0.1:")])
+def test_urls_are_such_that_a_client_here_can_use_them(host: str, shown: str) -> None:
+    (listener,) = bind(host, 0)
+    with listener:
+        assert url_of([listener], host).startswith(shown)
+        assert url_of([listener], "::1").startswith("http://[::1]:")
+
+
+def test_a_taken_port_and_a_foreign_address_are_named(free_port: int) -> None:
+    (listener,) = bind("127.0.0.1", free_port)
+    with listener:
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{free_port}: the port is taken"):
+                bind(host, free_port)
+    with pytest.raises(ListenError, match=r"cannot listen on 192\.0\.2\.1:"):
+        bind("192.0.2.1", 0)
+    with pytest.raises(ListenError, match="cannot listen on no such host:"):
+        bind("no such host", 0)
+
+
+def test_localhost_on_a_port_that_only_ipv6_has_taken_is_refused(free_port: int) -> None:
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    (listener,) = bind("::1", free_port)
+    with listener, pytest.raises(ListenError, match=r"\[::1\]:"):
+        bind("localhost", free_port)
+
+
+@pytest.mark.case("D09")
+def test_idle_connections_outlive_the_clients_pools_and_not_the_load_balancers_patience() -> None:
+    settings = load({}, {})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    server = make_server(app, keep_alive_timeout=settings.keep_alive_timeout, drain_timeout=settings.drain_timeout)
+    assert 60 < server.config.timeout_keep_alive == 75
+    assert server.config.timeout_graceful_shutdown is not None
+    assert server.config.timeout_graceful_shutdown > settings.drain_timeout
+
+
+def test_socket_paths_stay_short_and_the_same_at_each_start(tmp_path: Path) -> None:
+    short = Path("/tmp") / f"t{os.getpid()}"
+    assert socket_path_for(short) == short / "run" / "engine.sock"
+    (short / "run").rmdir()
+    short.rmdir()
+    long = tmp_path / ("d" * 100)
+    path = socket_path_for(long)
+    assert len(os.fsencode(path)) <= engine_process.MAX_SOCKET_PATH_BYTES
+    assert path == socket_path_for(long)
+    assert path != socket_path_for(tmp_path / ("e" * 100))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_engine_gets_its_own_part_of_the_settings() -> None:
+    flags = {"kv_memory": "64MiB", "max_batch_size": "3", "engine": "sim", "policy": "fcfs", "model": "m"}
+    config = engine_config(load(flags, {}))
+    assert (config.kind, config.policy, config.model) == ("sim", "fcfs", "m")
+    assert (config.kv_memory_bytes, config.max_batch_size) == (64 << 20, 3)
+    default = engine_config(load({}, {}))
+    assert default == EngineConfig(), "the settings' defaults are the engine's own"
+
+
+def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Make `python -m engine.service` run this script instead."""
+    script = tmp_path / "fake.py"
+    script.write_text(f"import sys, os, time, json, pathlib\n{body}\n")
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, str(script)))
+
+
+LISTEN = "print(json.dumps({'event': 'listening'}), flush=True)\n"
+
+
+def test_an_engine_that_does_not_start_gives_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engine(tmp_path, monkeypatch, "sys.exit('noise\\nterazi-engine: no such model: x')")
+    with pytest.raises(EngineStartError, match=r"^no such model: x$"):
+        asyncio.run(EngineProcess(EngineConfig(), tmp_path / "e.sock").start())
+    fake_engine(tmp_path, monkeypatch, "os.kill(os.getpid(), 9)")
+    with pytest.raises(EngineStartError, match="ended with signal 9"):
+        asyncio.run(EngineProcess(EngineConfig(), tmp_path / "e.sock").start())
+
+
+def test_stop_closes_stdin_first_and_kills_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(grace: float) -> int:
+        process = EngineProcess(EngineConfig(), tmp_path / "e.sock")
+        await process.start()
+        await process.stop(grace)
+        return await process.wait()
+
+    fake_engine(tmp_path, monkeypatch, LISTEN + "sys.stdin.read()\nsys.exit(7)")
+    assert asyncio.run(run(30.0)) == 7
+    fake_engine(tmp_path, monkeypatch, LISTEN + "time.sleep(600)")
+    assert asyncio.run(run(0.01)) == -9
+
+
+def test_the_supervisor_pauses_longer_after_each_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engine(tmp_path, monkeypatch, LISTEN + "sys.exit(3)")
+    pauses: list[float] = []
+    calls: list[str] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            raise asyncio.CancelledError
+
+    async def connect() -> None:
+        calls.append("connect")
+
+    async def disconnect() -> None:
+        calls.append("disconnect")
+
+    supervisor = EngineSupervisor(EngineConfig(), tmp_path / "e.sock", connect, disconnect, pause=pause)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(supervisor.run())
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert calls == ["connect", "disconnect"] * 9
+    assert supervisor.num_restarts == 8
+
+
+def test_only_the_first_start_is_allowed_to_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engine(tmp_path, monkeypatch, "sys.exit('terazi-engine: no model')")
+
+    async def nothing() -> None: ...
+
+    with pytest.raises(EngineStartError, match="no model"):
+        asyncio.run(EngineSupervisor(EngineConfig(), tmp_path / "e.sock", nothing, nothing).run())
+
+    marker = tmp_path / "ran"
+    fails_later = f"p = pathlib.Path({str(marker)!r})\nif p.exists(): sys.exit('terazi-engine: gone')\np.touch()\n"
+    fake_engine(tmp_path, monkeypatch, fails_later + LISTEN + "sys.exit(1)")
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(EngineSupervisor(EngineConfig(), tmp_path / "e.sock", nothing, nothing, pause=pause).run())
+    assert engine_supervisor.MAX_PAUSE_SECONDS == 30
+
+
+@pytest.mark.case("S12")
+@pytest.mark.parametrize("formatter", [logs.JsonFormatter(), logs.TextFormatter()])
+def test_log_lines_lose_keys_and_tokens_wherever_they_stand(formatter: logging.Formatter) -> None:
+    secret = "A1b2" * 12
+    key, token = f"trz-abcdefGHIJKL-{secret}", f"trza-{secret}"
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logger = logging.Logger("terazi.test")
+    logger.addHandler(handler)
+    logger.info("message %s", key, extra={"field": f"Bearer {token}"})
+    try:
+        raise ValueError(f"inside {key}")
+    except ValueError:
+        logger.exception("failed")
+    text = stream.getvalue()
+    assert secret not in text
+    assert "A1b2A1b2" not in text
+    assert text.count("trz-abcdefGHIJKL-***") == 2
+
+
+def test_json_lines_are_one_object_each_with_their_fields() -> None:
+    record = logging.makeLogRecord({"name": "terazi.x", "levelname": "INFO", "msg": "a\nb", "team": "search"})
+    entry = json.loads(logs.JsonFormatter().format(record))
+    assert (entry["logger"], entry["level"], entry["message"], entry["team"]) == ("terazi.x", "info", "a\nb", "search")
+    assert "\n" not in logs.JsonFormatter().format(record)

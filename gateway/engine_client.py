@@ -179,7 +179,7 @@ class EngineClient:
                 hello = await greeted
         except (OSError, TimeoutError) as error:
             await self.close()
-            raise EngineDied(f"The engine cannot be reached: {error or 'no greeting in time'}.") from error
+            raise EngineDied(f"The engine cannot be reached: {str(error) or 'no greeting in time'}.") from error
         except EngineDied:
             await self.close()
             raise

@@ -85,6 +85,8 @@ class FakeEngine:
         self._aborts: asyncio.Queue[str] = asyncio.Queue()
         self._writer: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
+        self._may_read = asyncio.Event()
+        self._may_read.set()
         self._handlers: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -93,6 +95,7 @@ class FakeEngine:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._may_read.set()
         self.die()
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
@@ -117,10 +120,11 @@ class FakeEngine:
         assert task is not None
         self._handlers.add(task)
         self._writer = writer
-        self._send(self.greeting)
+        self.send(self.greeting)
         decoder: FrameDecoder[FromGateway] = FrameDecoder(FromGateway)
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
+                await self._may_read.wait()
                 for message in decoder.feed(data):
                     self._take(message)
         writer.close()
@@ -140,10 +144,19 @@ class FakeEngine:
         else:
             self.teams = message
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         assert self._writer is not None
         self.num_frames_sent += 1
         self._writer.write(encode(message))
+
+    def send_raw(self, data: bytes) -> None:
+        """Bytes that need not be a message."""
+        assert self._writer is not None
+        self._writer.write(data)
+
+    async def start_stalling(self) -> None:
+        """Take in nothing more until the end."""
+        self._may_read.clear()
 
     def step(self, events: dict[str, Sequence[int]]) -> None:
         """One step: new tokens of several requests in one message, a millisecond of device time for each token."""
@@ -157,7 +170,7 @@ class FakeEngine:
                     request_id=request_id, token_ids=tuple(token_ids), device_us=1000 * sent, level=submit.start_level
                 )
             )
-        self._send(StepDone(step_id=self.num_frames_sent, duration_us=1000, tokens=tuple(tokens)))
+        self.send(StepDone(step_id=self.num_frames_sent, duration_us=1000, tokens=tuple(tokens)))
 
     def say(self, request_id: str, text: str | bytes) -> None:
         """Tokens that spell `text` byte by byte, in one step."""
@@ -180,11 +193,11 @@ class FakeEngine:
         }
         finished = Finished(**fields)
         self.finished.append(finished)
-        self._send(StepDone(step_id=self.num_frames_sent, duration_us=1000, finished=(finished,)))
+        self.send(StepDone(step_id=self.num_frames_sent, duration_us=1000, finished=(finished,)))
 
     def refuse(self, request_id: str, code: str, message: str = "no") -> None:
         del self._live[request_id]
-        self._send(Refused(request_id=request_id, code=code, message=message))
+        self.send(Refused(request_id=request_id, code=code, message=message))
 
     def saying(self, text: str | bytes, reason: FinishReason = "stop") -> Callable[[Submit], None]:
         """A script: every request gets `text`, one token a step, cut at its max tokens."""

@@ -272,9 +272,8 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0)
-        assert not task.done(), "uvicorn did not start"
+    await eventually(lambda: server.started or task.done())
+    assert server.started, "uvicorn did not start"
     try:
         yield listener.getsockname()[1]
     finally:
@@ -282,6 +281,13 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
         server.force_exit = True
         await task
         listener.close()
+
+
+async def eventually(claim: Callable[[], Any]) -> None:
+    """Let the event loop run until `claim` holds; no time passes on the fake clock."""
+    async with asyncio.timeout(WAIT):
+        while not claim():  # noqa: ASYNC110 - there is no event to wait for in the code under test
+            await asyncio.sleep(0)
 
 
 def events(body: str) -> list[Any]:

@@ -1,4 +1,5 @@
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,9 @@ def test_the_drawn_table_has_a_row_for_each_status_and_names_each_change() -> No
     for row, (_, successors) in zip(rows, TRANSITIONS.items(), strict=True):
         drawn = row.split("|")[2].strip()
         assert drawn == (", ".join(s.name for s in successors) or "(end)")
+
+
+def test_the_architecture_page_shows_the_table_of_the_code() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text("utf-8")
+    shown = page.split("<!-- status-table:begin -->")[1].split("<!-- status-table:end -->")[0]
+    assert shown.strip() == transition_table().strip()

@@ -91,7 +91,10 @@ async def _stream(target: Target, key: str, body: bytes, outcome: Outcome) -> No
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)
-        status = int((await reader.readline()).split(b" ", 2)[1])
+        status_line = await reader.readline()
+        if not status_line.startswith(b"HTTP/1."):
+            raise ValueError(f"no HTTP answer: {status_line[:80]!r}")
+        status = int(status_line[9:12])
         while (await reader.readline()).strip():
             pass
         if status != 200:

@@ -1,0 +1,84 @@
+"""The demo end to end on the simulated engine, with a trace of a second."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.demo import load_trace
+from tests.e2e.server import Server
+
+
+def write_trace(path: Path, teams: list[str]) -> Path:
+    rows = [
+        {"t": i * 0.02, "team": teams[i % len(teams)], "prompt_tokens": 20, "output_tokens": 4 + 8 * (i % 3)}
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def demo(tmp_path: Path, cache_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway.cli", "demo", "--engine", "sim", "--model", "tiny-random"]
+    environment = Server(tmp_path / "unused", cache_dir).environment
+    return subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+def test_the_demo_compares_both_policies_and_writes_a_page(tmp_path: Path, cache_dir: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", ["support", "dev", "reports"])
+    done = demo(tmp_path, cache_dir, "--trace", str(trace), "--max-batch-size", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert [run["policy"] for run in report["runs"]] == ["fcfs", "eg-mlfq"]
+    for run in report["runs"]:
+        assert (run["failed"], run["all"]["requests"]) == (0, 12)
+        assert [(row["team"], row["tier"]) for row in run["teams"]] == [
+            ("support", "gold"),
+            ("dev", "silver"),
+            ("reports", "bronze"),
+        ]
+        assert all(row["jct_mean"] > row["ttft_mean"] > 0 for row in run["teams"])
+        assert all(row["slowdown_mean"] > 0 and row["device_seconds"] > 0 for row in run["teams"])
+    fcfs, ours = report["runs"]
+    assert sum(row["preemptions"] for row in fcfs["teams"]) == 0
+    assert sum(row["preemptions"] for row in ours["teams"]) > 0
+    page = (tmp_path / "demo-out" / "report.html").read_text("utf-8")
+    assert page.count("<svg") == 6
+    assert "CC-BY-4.0" in page
+
+
+def test_a_failed_request_is_a_failed_demo(tmp_path: Path, cache_dir: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [{"t": 0, "team": "support", "prompt_tokens": p, "output_tokens": 2} for p in (20, 900_000)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = demo(tmp_path, cache_dir, "--trace", str(trace))
+    assert done.returncode == 1
+    assert "2 requests failed: HTTP 4" in done.stderr
+    assert "2 requests failed" in (tmp_path / "demo-out" / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"t": 0}', '{"t": -1, "team": "a", "prompt_tokens": 1, "output_tokens": 1}']
+)
+def test_a_damaged_trace_is_one_line(tmp_path: Path, cache_dir: Path, content: str) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(content)
+    done = demo(tmp_path, cache_dir, "--trace", str(trace))
+    assert done.returncode == 1
+    assert str(trace) in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_bundled_trace_is_a_minute_of_three_teams_and_carries_its_licence() -> None:
+    rows = load_trace(None, 60)
+    assert {row.team for row in rows} == {"support", "dev", "reports"}
+    assert 55e6 < rows[-1].at_us <= 60e6
+    assert all(row.prompt_tokens + row.output_tokens < 2048 for row in rows)
+    assert len(load_trace(None, 5)) < len(rows)
+    notice = Path(load_trace.__code__.co_filename).with_name("data") / "NOTICE.txt"
+    assert "CC-BY-4.0" in notice.read_text("utf-8")

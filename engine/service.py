@@ -213,9 +213,12 @@ def _simulated(config: EngineConfig) -> EngineParts:
 
 
 def _with_torch(config: EngineConfig) -> EngineParts:
-    from engine.service_torch import build
+    from engine.service_torch import EngineStartError, build
 
-    parts = build(config)
+    try:
+        parts = build(config)
+    except EngineStartError as error:
+        raise StartError(str(error)) from error
     return EngineParts(
         runner=parts.runner,
         clock=MonotonicClock(),

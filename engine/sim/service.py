@@ -1,24 +1,15 @@
 """The parts of a simulated engine that serves in real time: no model is loaded, only described."""
 
-import json
-from importlib import resources
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.model_config import read_model_config
 from engine.model_store import describe
 from engine.parts import EngineParts
+from engine.profiling import read_profile
 from engine.sim.runner import PacedClock, SimRunner
-from policies.cost import StepProfile
 
 KV_ELEMENT_BYTES = 2  # as if it were served in bfloat16
-
-
-def fixed_profile() -> StepProfile:
-    """The step profile that ships with the engine: SmolLM2-135M, bfloat16, on one core of a server CPU."""
-    text = resources.files("engine").joinpath("data/step_profile_fixed.json").read_text("utf-8")
-    document = json.loads(text)["profile"]
-    return StepProfile(**{name: float(document[name]) for name in StepProfile.__dataclass_fields__})
 
 
 def printable_token_ids(vocab_size: int) -> range:
@@ -32,7 +23,7 @@ def build(config: EngineConfig) -> EngineParts:
     block_bytes = read_model_config(Path(model.path)).kv_bytes_per_token(KV_ELEMENT_BYTES) * config.block_size
     if config.kv_memory_bytes < block_bytes:
         raise ValueError(f"kv memory of {config.kv_memory_bytes} bytes holds no block of {block_bytes} bytes; raise it")
-    profile = fixed_profile()
+    profile = read_profile()
     clock = PacedClock()
     return EngineParts(
         runner=SimRunner(profile, clock, token_ids=printable_token_ids(model.vocab_size)),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.sim.service import fixed_profile
+from engine.profiling import read_profile
 from engine.sim.simulate import isolated_us, report_lines, simulate
 from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trace
 from policies.cost import StepProfile
@@ -162,6 +162,6 @@ def test_a_missing_file_and_an_empty_trace_are_named(tmp_path: Path) -> None:
 
 
 def test_the_shipped_profile_is_whole_and_positive() -> None:
-    profile = fixed_profile()
+    profile = read_profile()
     assert min(profile.fixed_us, profile.prefill_token_us, profile.decode_row_us) > 0
     assert profile.prefill_work_us(0, 256) > profile.decode_work_us(256)

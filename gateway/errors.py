@@ -58,7 +58,9 @@ class GatewayError(Exception):
 
     def headers(self) -> dict[str, str]:
         """The response headers this error brings, lower-case names."""
-        return {"x-terazi-reason": self.code, "x-should-retry": "false", **self._headers}
+        # A client library decides for itself about a 5xx; what is wrong with the request stays wrong.
+        hint = {"x-should-retry": "false"} if self.status < 500 else {}
+        return {"x-terazi-reason": self.code, **hint, **self._headers}
 
     def body(self, request_id: str) -> dict[str, Any]:
         """OpenAI's error envelope with our `terazi` object."""

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app's own, lower limit answers more politely
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app has a lower limit of its own
 HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the head
 MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body that has been answered already
 DROP_SECONDS = 30.0  # to the end of such a body
@@ -44,7 +44,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+        self._is_in_head = True
+        self._num_messages = 0  # begun on this connection
+        self._head_bytes = 0  # of a head that is not complete
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,23 +58,25 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        head = self._num_messages if self._is_in_head else None
+        super().data_received(data)
+        # Counted in what arrives, since the parser keeps an unfinished line to itself; only when all of it is one head.
+        if self._is_in_head and head == self._num_messages and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_in_head = True
+        self._num_messages += 1
         self._head_bytes = self._dropped_bytes = 0
         self._arm(HEAD_SECONDS)
 
-    def on_url(self, url: bytes) -> None:
-        if self._has_room(len(url)):
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._has_room(len(name) + len(value)):
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._disarm()
-        if self._head_bytes > MAX_HEAD_BYTES:
-            return  # refused already
         super().on_headers_complete()
         if self.scope.get("http_version") == "1.0":
             self.cycle.chunked_encoding = False
@@ -100,15 +104,6 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
             self._refuse(BadRequest(msg, code="invalid_http"))
-
-    def _has_room(self, num_bytes: int) -> bool:
-        had_room = self._head_bytes <= MAX_HEAD_BYTES
-        self._head_bytes += num_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            if had_room:
-                self._refuse(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
-            return False
-        return True
 
     def _refuse(self, error: GatewayError) -> None:
         body = error.encode("")

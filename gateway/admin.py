@@ -40,6 +40,7 @@ from tenants import audit, keys, reports, teams, tiers
 from tenants import errors as tenant_errors
 from tenants.clock import wall_clock_us
 from tenants.database import STORE_ERRORS, Database
+from tenants.key_format import redact
 from tenants.periods import parse_moment, parse_period
 from tenants.snapshot import SnapshotHolder
 
@@ -191,7 +192,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         return _error_response(MethodNotAllowed(f"{request.method} is not allowed here.", headers=allowed))
-    return _error_response(NotFound(f"There is no {request.url.path!r} on the admin listener."))
+    return _error_response(NotFound(f"There is no {redact(request.url.path)!r} on the admin listener."))
 
 
 async def _answer_store_error(_: Request, error: Exception) -> Response:

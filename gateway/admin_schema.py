@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from gateway.errors import BadRequest
 from policies.tiers import Tier
 from tenants.clock import iso
+from tenants.key_format import redact
 from tenants.keys import ApiKey
 from tenants.teams import Team
 
@@ -88,7 +89,8 @@ def check_names(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> 
                 hint = f"Did you mean {near[0]}?"
             else:
                 hint = f"Known: {', '.join(known)}." if known else "None is allowed here."
-            raise BadRequest(f"Unknown {what} {name[:80]!r}. {hint}", code="unknown_field", param=name[:80])
+            shown = redact(name[:80])
+            raise BadRequest(f"Unknown {what} {shown!r}. {hint}", code="unknown_field", param=shown)
 
 
 def changes_of(body: msgspec.Struct) -> dict[str, Any]:

@@ -8,6 +8,7 @@ a commit must survive a power failure.
 """
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,9 @@ from tenants.errors import Invalid, StoreUnavailable
 
 # What a database that is away, full or broken raises: drivers let some errors through unwrapped.
 STORE_ERRORS: tuple[type[Exception], ...] = (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable)
+
+# At DEBUG it writes every statement's parameters into the log: hashes of keys, and whatever a caller pasted.
+logging.getLogger("aiosqlite").setLevel(logging.WARNING)
 
 BUSY_TIMEOUT_MS = 10_000
 WAL_SIZE_LIMIT_BYTES = 64 * 1024**2
@@ -53,7 +57,9 @@ def sqlite_url(path: Path) -> str:
 def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True) -> AsyncEngine:
     """An engine with our hooks. Raises Invalid when the URL is wrong or its driver is not installed."""
     is_sqlite = sqlite_path(url) is not None
-    options: dict[str, Any] = {} if is_pooled else {"poolclass": NullPool}
+    options: dict[str, Any] = {"hide_parameters": True}  # in errors and logs
+    if not is_pooled:
+        options["poolclass"] = NullPool
     if is_pooled and not is_sqlite:
         options["pool_pre_ping"] = True
     try:

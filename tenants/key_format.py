@@ -29,6 +29,7 @@ _KEY = re.compile(
     rf"-(?P<secret>[0-9A-Za-z]{{{SECRET_LEN}}})(?P<checksum>[0-9A-Za-z]{{{CHECKSUM_LEN}}})",
     re.ASCII,
 )
+_ANY_KEY = re.compile(rf"(?P<id>{PREFIX}-[0-9A-Za-z]{{{PUBLIC_LEN}}})-[0-9A-Za-z]+")
 KEY_LEN = len(PREFIX) + 1 + PUBLIC_LEN + 1 + SECRET_LEN + CHECKSUM_LEN
 
 
@@ -78,6 +79,11 @@ def parse(text: str) -> ParsedKey | None:
     if not hmac.compare_digest(match["checksum"], checksum(public_id, secret)):
         return None
     return ParsedKey(public_id=public_id, secret=secret)
+
+
+def redact(text: str) -> str:
+    """`text` with the secret part of every key taken out, for messages that repeat what a caller sent."""
+    return _ANY_KEY.sub(r"\g<id>-***", text)
 
 
 def hash_secret(pepper: bytes, secret: str) -> bytes:

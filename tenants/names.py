@@ -7,15 +7,21 @@ names never differ only by case, spaces or look-alike letters, and no name is a 
 import re
 
 from tenants.errors import Invalid
+from tenants.key_format import redact
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 _NAME = re.compile(NAME_PATTERN, re.ASCII)
 
 
+def is_name(text: str) -> bool:
+    """Whether `text` can be a name at all; what cannot is not looked up."""
+    return _NAME.fullmatch(text) is not None
+
+
 def check_name(kind: str, name: str) -> str:
     """`name` if it obeys the rule. Raises Invalid, saying the rule, otherwise."""
-    if _NAME.fullmatch(name) is None:
-        shown = name if len(name) <= 80 else name[:80] + "..."
+    if not is_name(name):
+        shown = redact(name if len(name) <= 80 else name[:80] + "...")
         raise Invalid(
             f"{kind} name {shown!r} is not allowed: use 1 to 63 of a-z, 0-9, '.', '_' and '-', "
             "beginning with a letter or digit.",

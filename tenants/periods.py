@@ -1,12 +1,15 @@
 """Report periods: half-open, [from, to), in UTC."""
 
+import re
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, datetime, timedelta
 
 from tenants.clock import epoch_us, from_epoch_us, iso
 from tenants.errors import Invalid
+from tenants.key_format import redact
 
 DEFAULT_PERIOD = timedelta(hours=24)
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d($|[T ]\d\d:\d\d)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,18 @@ class Period:
 def parse_moment(text: str, param: str) -> int:
     """A date (its midnight) or a date with a time, in UTC unless it names an offset. Raises Invalid."""
     try:
-        if len(text) == 10:
-            return epoch_us(datetime.combine(date.fromisoformat(text), time(), UTC))
+        if _MOMENT.match(text) is None or len(text) > 40:  # the parser would take far stranger forms
+            raise ValueError
         moment = datetime.fromisoformat(text)
-        return epoch_us(moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+        value = epoch_us(moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+        if value < 0:
+            raise ValueError
+        from_epoch_us(value)  # so that it can be shown again
+        return value
     except (ValueError, OverflowError) as error:
         raise Invalid(
-            f"{param} must be a date such as 2026-03-31 or a time such as 2026-03-31T12:00:00Z, not {text[:40]!r}.",
+            f"{param} must be a date such as 2026-03-31 or a time such as 2026-03-31T12:00:00Z, "
+            f"not {redact(text[:80])!r}.",
             param=param,
         ) from error
 

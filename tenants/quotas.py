@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from tenants.errors import Invalid
+from tenants.key_format import redact
 
 LIMIT_MAX = 2**53 - 1  # the largest whole number that every JSON reader keeps exact
 
@@ -32,7 +33,9 @@ def check_limit(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Invalid(f"{name} must be a whole number or null for unlimited, not {value!r}.", param=name)
+        raise Invalid(
+            f"{name} must be a whole number or null for unlimited, not {redact(repr(value)[:80])}.", param=name
+        )
     if isinstance(value, float):
         if not math.isfinite(value):
             raise Invalid(f"{name} must be finite; use null for unlimited.", param=name)
@@ -53,6 +56,7 @@ def limits_from(values: Mapping[str, object], base: Limits = UNLIMITED) -> Limit
         if name not in merged:
             near = get_close_matches(name, LIMIT_NAMES, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Known limits: {', '.join(LIMIT_NAMES)}."
-            raise Invalid(f"Unknown limit {name!r}.{hint}", param=name)
+            shown = redact(name[:80])
+            raise Invalid(f"Unknown limit {shown!r}.{hint}", param=shown)
         merged[name] = check_limit(name, value)
     return Limits(**merged)

@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tenants import tables
 from tenants.clock import from_epoch_us
 from tenants.errors import Invalid
+from tenants.key_format import redact
 from tenants.periods import Period
 
 _DAY_US = 86_400_000_000
@@ -67,7 +68,7 @@ def check_dimensions(names: Sequence[str]) -> tuple[str, ...]:
     """`names` if each is a dimension, once. Raises Invalid."""
     for name in names:
         if name not in DIMENSIONS:
-            raise Invalid(f"Cannot group by {name!r}: use some of {', '.join(DIMENSIONS)}.", param="by")
+            raise Invalid(f"Cannot group by {redact(name[:80])!r}: use some of {', '.join(DIMENSIONS)}.", param="by")
     if len(set(names)) != len(names):
         raise Invalid("A dimension is named twice.", param="by")
     return tuple(names)

@@ -9,7 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import audit, tables
 from tenants.errors import Conflict, NotFound
-from tenants.names import check_name
+from tenants.key_format import redact
+from tenants.names import check_name, is_name
 from tenants.quotas import Limits, limits_from
 from tenants.tiers import get_tier
 
@@ -63,9 +64,11 @@ async def list_teams(connection: AsyncConnection, *, with_archived: bool = False
 
 async def get_team(connection: AsyncConnection, name: str) -> Team:
     """One team. Raises NotFound."""
-    row = (await connection.execute(_query().where(tables.teams.c.name == name))).one_or_none()
+    row = None
+    if is_name(name):
+        row = (await connection.execute(_query().where(tables.teams.c.name == name))).one_or_none()
     if row is None:
-        raise NotFound(f"There is no team {name!r}.", code="team_not_found")
+        raise NotFound(f"There is no team {redact(name)!r}.", code="team_not_found")
     return _team(row)
 
 

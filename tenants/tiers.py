@@ -9,6 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from policies.tiers import DEFAULT_TIERS, Tier
 from tenants import audit, tables
 from tenants.errors import Invalid, NotFound
+from tenants.key_format import redact
+from tenants.names import is_name
 
 # Inclusive bounds; the tables' constraints say the same.
 TIER_BOUNDS: dict[str, tuple[int, int]] = {
@@ -33,10 +35,12 @@ async def list_tiers(connection: AsyncConnection) -> list[Tier]:
 
 async def get_tier(connection: AsyncConnection, name: str) -> Tier:
     """One tier. Raises NotFound."""
-    query = select(tables.tiers).where(tables.tiers.c.name == name)
-    row = (await connection.execute(query)).mappings().one_or_none()
+    row = None
+    if is_name(name):
+        query = select(tables.tiers).where(tables.tiers.c.name == name)
+        row = (await connection.execute(query)).mappings().one_or_none()
     if row is None:
-        raise NotFound(f"There is no tier {name!r}.", code="tier_not_found")
+        raise NotFound(f"There is no tier {redact(name)!r}.", code="tier_not_found")
     return tables.tier_of(row, "")
 
 

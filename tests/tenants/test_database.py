@@ -41,7 +41,7 @@ async def test_a_file_system_without_wal_is_said_at_once(store: Store, monkeypat
 @pytest.mark.case("G44", "D01")
 async def test_fifty_writers_readers_and_a_report_meet_no_locked_database(store: Store) -> None:
     other = Database.open(store.url)  # as another process would: its own pool and lock
-    num_writes, num_reads = 6, 0
+    num_writes, num_reads = 3, 0
 
     async def write(database: Database, writer: int) -> None:
         for i in range(num_writes):

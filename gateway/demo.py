@@ -17,7 +17,7 @@ from gateway.render import CommandError, print_json, print_table
 from gateway.replay import Outcome
 
 POLICIES = ("fcfs", "eg-mlfq")
-QUESTION = "What is a pair of scales used for? Answer in one sentence."
+QUESTION = "What is the capital of France? Answer in one sentence."
 BUNDLED = "the bundled trace, sampled from the Azure LLM inference trace 2023 (CC-BY-4.0)"
 
 

@@ -69,11 +69,14 @@ def identify(state: GatewayState, headers: RawHeaders) -> Identity:
 
 def limit_error(error: LimitExceeded) -> GatewayError:
     """A limit of one's own, as its 429."""
+    message = error.message
+    if error.never_fits and error.limit == "tokens":
+        message += " A request reserves its prompt and its 'max_tokens'; send a smaller 'max_tokens'."
     details = {"scope": error.scope, "limit": error.hard, "used": error.used, "requested": error.requested}
     headers = {"x-terazi-scope": error.scope}
     kind = RateLimited if error.limit in ("requests", "tokens", "concurrent_limit") else QuotaSpent
     refusal = kind(
-        error.message,
+        message,
         code=error.code,
         details=details,
         headers=headers,

@@ -70,6 +70,7 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
         request_id = f"req-{uuid.uuid4().hex}"
         scope[REQUEST_ID_KEY] = request_id

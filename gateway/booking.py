@@ -91,3 +91,23 @@ def ledger_row(
         finish_reason=ending.finish_reason,
         error_code=ending.error_code,
     )
+
+
+def log_fields(row: LedgerRow) -> dict[str, object]:
+    """The one log line of an ended request: ids, counts and waits; no prompt, no key."""
+    started = row.started_at_us
+    return {
+        "request_id": row.request_id,
+        "key_public_id": row.key_public_id,
+        "team": row.team,
+        "tier": row.tier,
+        "endpoint": row.endpoint,
+        "outcome": row.outcome,
+        "finish_reason": row.finish_reason,
+        "error_code": row.error_code,
+        "prompt_tokens": row.prompt_tokens,
+        "output_tokens": row.output_tokens,
+        "device_us": row.device_us,
+        "queue_ms": None if started is None else (started - row.admitted_at_us) // 1000,
+        "total_ms": (row.finished_at_us - row.received_at_us) // 1000,
+    }

@@ -12,6 +12,7 @@ Until the first byte has gone every refusal has its proper status; after it, fai
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Mapping
 
@@ -21,7 +22,7 @@ from engine.messages import Finished, Hello, SamplingParams, Submit
 from gateway import limits_headers
 from gateway.admission import Claim, identify, queue_timeout
 from gateway.body import check_media_type, discard_body, read_body
-from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, tokens_used
+from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, log_fields, tokens_used
 from gateway.detokenizer import Detokenizer
 from gateway.disconnect import Departure
 from gateway.engine_client import RequestStream
@@ -40,6 +41,7 @@ from gateway.tokenizer import ModelTokenizer
 from tenants.rows import OpenEntry, Progress
 from tenants.snapshot import Identity
 
+_log = logging.getLogger("terazi.requests")
 _PROGRESS_TOKENS = 64  # between two progress lines in the journal
 _LINGER_SECONDS = 1.0  # for the rest of a body, before an answer that closes the connection
 
@@ -356,15 +358,15 @@ class _Call:
     def _close(self, claim: Claim, ending: Ending) -> None:
         if claim.is_open and self._entry is not None:
             now_us = self._state.clock.now_us()
-            claim.close(
-                ledger_row(
-                    self._entry,
-                    self._stream,
-                    ending,
-                    finished_at_us=now_us,
-                    first_token_at_us=self._first_token_at_us,
-                )
+            row = ledger_row(
+                self._entry,
+                self._stream,
+                ending,
+                finished_at_us=now_us,
+                first_token_at_us=self._first_token_at_us,
             )
+            claim.close(row)
+            _log.info("request ended", extra=log_fields(row))
 
     def _response_headers(self, base: Mapping[str, str]) -> dict[str, str]:
         headers = dict(base)

@@ -283,11 +283,14 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
         listener.close()
 
 
-async def eventually(claim: Callable[[], Any]) -> None:
-    """Let the event loop run until `claim` holds; no time passes on the fake clock."""
+async def eventually(claim: Callable[[], Any], pause: float = 0) -> None:
+    """Let the event loop run until `claim` holds; no time passes on the fake clock.
+
+    `pause` spares the processor where another process has to get on.
+    """
     async with asyncio.timeout(WAIT):
         while not claim():  # noqa: ASYNC110 - there is no event to wait for in the code under test
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause)
 
 
 def events(body: str) -> list[Any]:

@@ -158,3 +158,36 @@ def test_a_limit_error_carries_its_numbers() -> None:
         "doc_url": "",
     }
     assert error.headers()["retry-after"] == "1" and error.headers()["retry-after-ms"] == "1000"
+
+
+@pytest.mark.case("G38")
+async def test_junk_models_make_one_series() -> None:
+    async with gateway() as g:
+        for number in range(50):
+            assert (await g.chat(model=f"junk-{number}")).status_code == 404
+        assert dict(g.state.refused) == {"model_not_found": 50}
+
+
+@pytest.mark.case("D15")
+async def test_the_key_is_in_no_log_line_body_or_row(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with gateway() as g:
+        g.engine.script = g.engine.saying("ok")
+        secret = g.key.rsplit("-", 1)[1]
+        bodies = [(await g.chat()).text, (await g.chat(temperature=9)).text, (await g.chat(key=g.key[:-1])).text]
+        g.engine.script = lambda submit: g.engine.finish(submit.request_id, "error", message="boom")
+        bodies.append((await g.chat()).text)
+        lines = [record.getMessage() + str(vars(record)) for record in caplog.records]
+        assert any("request ended" in line for line in lines)
+        for text in (*bodies, *lines, str(g.ledger.rows), str(g.ledger.opened)):
+            assert secret not in text
+
+
+async def test_one_line_is_logged_for_each_ended_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="terazi.requests")
+    async with gateway() as g:
+        g.engine.script = g.engine.saying("ok")
+        await g.chat("a private prompt")
+        (record,) = caplog.records
+        assert (record.team, record.outcome, record.output_tokens, record.queue_ms) == ("team-a", "ok", 2, 2)  # type: ignore[attr-defined]
+        assert "private" not in str(vars(record))

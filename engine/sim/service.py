@@ -8,8 +8,14 @@ from engine.model_store import describe
 from engine.parts import EngineParts
 from engine.profiling import read_profile
 from engine.sim.runner import PacedClock, SimRunner
+from policies.cost import StepProfile
 
 KV_ELEMENT_BYTES = 2  # as if it were served in bfloat16
+
+
+def fixed_profile() -> StepProfile:
+    """The step profile that ships with the engine; simulations use it whatever machine they run on."""
+    return read_profile()
 
 
 def printable_token_ids(vocab_size: int) -> range:
@@ -23,7 +29,7 @@ def build(config: EngineConfig) -> EngineParts:
     block_bytes = read_model_config(Path(model.path)).kv_bytes_per_token(KV_ELEMENT_BYTES) * config.block_size
     if config.kv_memory_bytes < block_bytes:
         raise ValueError(f"kv memory of {config.kv_memory_bytes} bytes holds no block of {block_bytes} bytes; raise it")
-    profile = read_profile()
+    profile = fixed_profile()
     clock = PacedClock()
     return EngineParts(
         runner=SimRunner(profile, clock, token_ids=printable_token_ids(model.vocab_size)),

@@ -17,8 +17,8 @@ from engine.attention import AttentionBackend, Span
 from engine.attention.gather_sdpa import GatherSdpa
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, rope_inverse_frequencies
-from engine.row_classes import RowClasses, RowFn, decode_counts, prefill_counts, probe
-from engine.weights import Layer, Linear, Weights, load_weights
+from engine.row_classes import RowClasses, RowFn, cancelling, decode_counts, prefill_counts, probe
+from engine.weights import GateUp, Layer, Linear, Weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Model:
     def _mlp(self, layer: Layer, x: torch.Tensor, num_decode: int) -> torch.Tensor:
         normed = self._run("norm", self._norm(layer.post_norm), x, num_decode)
         gate_up = self._run("gate_up", layer.gate_up, normed, num_decode)
-        return self._run("down", layer.down, self._run("swiglu", swiglu, gate_up, num_decode), num_decode)
+        return self._run("down", layer.down, gate_up, num_decode)
 
     def _run(self, name: str, fn: RowFn, rows: torch.Tensor, num_decode: int) -> torch.Tensor:
         return self.classes[name].run(fn, rows, num_decode)
@@ -137,23 +137,30 @@ class Model:
 
     @torch.inference_mode()
     def _probe(self, max_batch_size: int, max_batch_tokens: int) -> dict[str, RowClasses]:
+        """Row classes by function. Kernels are chosen by shape, so one layer stands for all."""
+        config, layer = self.config, self.weights.layers[0]
         decode, prefill = decode_counts(max_batch_size), prefill_counts(max_batch_tokens)
-        layer = self.weights.layers[0]
-        functions: dict[str, tuple[RowFn, int, Sequence[int]]] = {
-            "norm": (self._norm(layer.input_norm), self.config.hidden_size, prefill),
-            "qkv": (layer.qkv, self.config.hidden_size, prefill),
-            "output": (layer.output, layer.output.in_features, prefill),
-            "gate_up": (layer.gate_up, self.config.hidden_size, prefill),
-            "swiglu": (swiglu, 2 * self.config.intermediate_size, prefill),
-            "down": (layer.down, self.config.intermediate_size, prefill),
-            "lm_head": (self.weights.lm_head, self.config.hidden_size, ()),
+        rows = max(decode[-1], prefill[-1])
+        sample = torch.randn((rows, config.hidden_size), generator=torch.Generator().manual_seed(0))
+        classes = {
+            "norm": probe("norm", self._norm(layer.input_norm), sample.to(self.device, self.dtype), decode, prefill)
         }
-        generator = torch.Generator().manual_seed(0)
-        classes = {}
-        for name, (fn, width, counts) in functions.items():
-            rows = max(decode[-1], max(counts, default=0))
-            sample = torch.randn((rows, width), generator=generator).to(self.device, self.dtype)
-            classes[name] = probe(name, fn, sample, decode, counts)
+        for name, linear, counts in (
+            ("qkv", layer.qkv, prefill),
+            ("output", layer.output, prefill),
+            ("gate_up", layer.gate_up, prefill),
+            ("down", layer.down, prefill),
+            ("lm_head", self.weights.lm_head, ()),
+        ):
+            inputs, weight = cancelling(linear.in_features, linear.out_features, max([*decode, *counts]))
+            inputs, weight = inputs.to(self.device, self.dtype), weight.to(self.device, self.dtype)
+            # Biases are left out: they are added once to the finished sum.
+            twin: RowFn = (
+                GateUp(weight, weight.flip(0), is_packed=linear.is_packed)
+                if isinstance(linear, GateUp)
+                else Linear(weight, is_packed=linear.is_packed)
+            )
+            classes[name] = probe(name, twin, inputs, decode, counts)
         return classes
 
 
@@ -162,12 +169,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     wide = heads.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos).add_(torch.cat([second, first], dim=-1).mul_(sin)).to(heads.dtype)
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up over fused rows [rows, 2 * intermediate]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _slots(spans: Sequence[Span], block_size: int) -> tuple[list[int], list[int]]:
@@ -181,6 +182,3 @@ def _slots(spans: Sequence[Span], block_size: int) -> tuple[list[int], list[int]
                 fresh.append(block)
             slots.append(block * block_size + position % block_size)
     return slots, fresh
-
-
-__all__ = ["Batch", "Linear", "Model", "rotate", "swiglu"]

@@ -80,6 +80,22 @@ def prefill_counts(max_tokens: int) -> list[int]:
     return sorted(n for n in {*range(1, 18), *edges, 24, 40, 48, 80, 160, 192, 320, max_tokens} if n <= max_tokens)
 
 
+def cancelling(in_features: int, out_features: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and a weight whose products sum to nothing but rounding error: what shows the order of the additions.
+
+    With ordinary numbers a bfloat16 result hides it but for one element in some thousands; the probe would pass and
+    tokens would differ a thousand steps later. Each term here has a partner of the opposite sign at a random place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    order = torch.randperm(2 * half, generator=generator)
+    rows = torch.randn((num_rows, half), generator=generator).repeat(1, 2)
+    weight = torch.randn((out_features, half), generator=generator).repeat(1, 2)
+    weight[:, half:].neg_()
+    pad = (0, in_features - 2 * half)
+    return tuple(torch.nn.functional.pad(t[:, order], pad).contiguous() for t in (rows, weight))  # type: ignore[return-value]
+
+
 def is_invariant(fn: RowFn, sample: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> bool:
     """Whether row i of fn(sample[:n]) has the same bits for every n in `counts`, also when rows stand elsewhere.
 

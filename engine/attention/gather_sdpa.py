@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention import Span
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
+from engine.row_classes import cancelling
 
 QUERY_TILE = 64
 GRANULARITIES = (16, 32, 64, 128, 256, 512)
@@ -189,33 +190,52 @@ class GatherSdpa:
 def padding_granularity(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """The least multiple such that masked padding up to a larger multiple never changes a decode row's bits; 0: none.
 
-    Also checks that a row's bits do not depend on the rows beside it.
+    Also checks that a row's bits do not depend on the rows beside it. The probe's numbers cancel (see
+    `row_classes.cancelling`), in the layout the cache has, so that any other order of additions shows.
     """
-    kv_heads, group, dim = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
-    generator = torch.Generator().manual_seed(0)
-    longest, rows = 1536, 5
-    keys, values = (
-        torch.randn((rows, kv_heads, longest, dim), generator=generator).to(device, dtype) for _ in range(2)
-    )
-    queries = torch.randn((rows, kv_heads, group, dim), generator=generator).to(device, dtype)
-
-    def attend(count: int, context: int, kv_len: int) -> torch.Tensor:
-        mask = torch.zeros(kv_len, dtype=dtype, device=device)
-        mask[context:] = -math.inf
-        keys_, values_ = keys[:count, :, :kv_len].clone(), values[:count, :, :kv_len].clone()
-        keys_[:, :, context:], values_[:, :, context:] = 0, 0
-        return scaled_dot_product_attention(
-            queries[:count], keys_, values_, attn_mask=mask.expand(count, 1, group, kv_len)
-        )
-
+    probes = [_PaddingProbe(config, context, dtype, device) for context in (1, 7, 17, 40, 100, 200, 500)]
     for granularity in GRANULARITIES:
-        if all(
-            torch.equal(attend(1, context, kv_len), reference[:1])
-            and torch.equal(attend(rows, context, kv_len), reference)
-            for context in (1, 7, 16, 17, 100, 200, 500, 700)
-            for reference in (attend(rows, context, longest),)
-            for kv_len in {-(-context // granularity) * granularity + extra * granularity for extra in (0, 1, 3)}
-            if kv_len <= longest
-        ):
+        if all(probe.holds(granularity) for probe in probes):
             return granularity
     return 0
+
+
+class _PaddingProbe:
+    """One context length: a row attending alone, beside others, and with ever more masked padding."""
+
+    LONGEST = 1024
+
+    def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.context, self.dtype = context, dtype
+        kv_heads, self.group, dim = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
+        rows = self.LONGEST
+        queries, keys = cancelling(dim, kv_heads * rows, kv_heads * self.group)
+        _, values = cancelling(context, kv_heads * dim, 1)
+        # Scores are zero but for rounding error of about 0.01; values sum to zero but for what the scores leave.
+        self.queries = (300 * queries).to(device, dtype).view(1, kv_heads, self.group, dim)
+        self.keys = (300 * keys).to(device, dtype).view(1, rows, kv_heads, dim)
+        self.values = torch.zeros((1, rows, kv_heads, dim), dtype=dtype, device=device)
+        self.values[0, :context] = values.t().reshape(context, kv_heads, dim).to(device, dtype)
+        self.keys[:, context:] = 0
+
+    def holds(self, granularity: int) -> bool:
+        """Whether every tried padded length gives the bits of the shortest, in a batch of one and of five."""
+        shortest = -(-self.context // granularity) * granularity
+        lengths = [shortest + extra * granularity for extra in (0, 1, 2, 3)] + [self.LONGEST]
+        reference = self._attend(1, shortest)
+        return all(
+            torch.equal(self._attend(rows, length)[row], reference[0])
+            for length in lengths
+            if length <= self.LONGEST
+            for rows in (1, 5)
+            for row in {0, rows - 1}
+        )
+
+    def _attend(self, rows: int, kv_len: int) -> torch.Tensor:
+        mask = torch.zeros(kv_len, dtype=self.dtype, device=self.keys.device)
+        mask[self.context :] = -math.inf
+        keys, values = (
+            t[:, :kv_len].expand(rows, -1, -1, -1).contiguous().transpose(1, 2) for t in (self.keys, self.values)
+        )
+        queries = self.queries.expand(rows, -1, -1, -1).contiguous()
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask.expand(rows, 1, self.group, kv_len))

@@ -9,9 +9,11 @@ The second term keeps the device busy: when only teams above the gate have candi
 Theta = 0 is strict fair share, Theta = infinity is level order without a gate.
 
 State of one step. Two heaps hold each team that has a candidate left, by its next candidate: `_eligible` keyed
-(level, D, place), and `_gated` keyed (D, place). `_able` is a heap of D over the able teams. Within a step D only
-grows, by what each pick will probably cost, so entries are corrected when they come to the top, and a pick costs about
-one push and one pop. A team that turns able again can lower the limit; then the top of `_eligible` moves back.
+(level, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap of D over the
+able teams. Within a step D only grows, by what each pick will probably cost, so an entry of `_able` is corrected when
+it comes to the top, and the limit is looked at again only when the team that set it was picked, when a team turned
+able or unable, or when no eligible candidate is left. Only a team that turns able again, or the end of the second
+term's rule, can lower it. A pick costs about one exchange at the top of a heap.
 
 Sequences of one team come in order from a walk over its queues that lives as long as the picking does. A candidate that
 is refused is passed over in this step only, and the next of the same team is tried.
@@ -37,51 +39,48 @@ class EgMlfq(MeteredPolicy):
         self._gated: list[tuple[int, int, RankedSequence]] = []
         self._able: list[tuple[int, int, TeamShare]] = []
         self._walks: dict[TeamShare, Iterator[RankedSequence]] = {}
-        self._limit = 0
+        self._limit = 0  # no candidate of `_gated` is within it, every one of `_eligible` is, unless `_is_stale`
+        self._least = 0  # D of the able team that the limit comes from
+        self._is_stale = False
 
     def begin(self, now_us: int) -> None:
         super().begin(now_us)
-        self._walks = {}
         planned = self._planned
-        heads = [team.levels.head for team in planned]
+        self._walks = {}
         self._gated = []
+        heads = [head for team in planned if (head := team.levels.head) is not None]
         if self._meter.theta is None:
-            self._eligible = [(h.level, h.team.lag, h.place, h) for h in heads if h is not None]
+            self._is_stale = False
+            self._eligible = [(head.level, head.team.lag, head.place, head) for head in heads]
             heapify(self._eligible)
             return
-        able = self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
-        heapify(able)
-        limit = self._find_limit()
-        self._eligible = [(h.level, h.team.lag, h.place, h) for h in heads if h is not None and h.team.lag <= limit]
+        self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
+        heapify(self._able)
+        self._least = self._find_least()
+        self._limit = limit = self._least + self._meter.theta
+        self._eligible = [(head.level, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
         heapify(self._eligible)
-        if len(self._eligible) < len(planned):
-            self._gated = [(h.team.lag, h.place, h) for h in heads if h is not None and h.team.lag > limit]
+        if len(self._eligible) < len(heads):
+            self._gated = [(lag, head.place, head) for head in heads if (lag := head.team.lag) > limit]
             heapify(self._gated)
+        self._is_stale = not self._eligible
 
     def best(self) -> int | None:
         """The candidate to try next. Repeating the question gives the same answer."""
+        if self._is_stale:
+            self._regate()
         eligible = self._eligible
-        if self._meter.theta is not None:
-            limit = self._find_limit()
-            gated = self._gated
-            while gated and gated[0][0] <= limit:
-                self._open_gate()
-            while eligible and eligible[0][1] > limit:
-                _, lag, place, sequence = heappop(eligible)
-                heappush(gated, (lag, place, sequence))
-            if not eligible and gated:
-                limit = gated[0][0]
-                while gated and gated[0][0] == limit:
-                    self._open_gate()
         return eligible[0][3].seq_id if eligible else None
 
     def take(self, seq_id: int, work_us: int) -> None:
         sequence = self._eligible[0][3]
         assert sequence.seq_id == seq_id, f"took {seq_id}, best was {sequence.seq_id}"
         team = sequence.team
-        was_unable = team.num_live == team.num_refused
+        was_able = team.num_live > team.num_refused
+        if team.lag <= self._least or not was_able:
+            self._is_stale = True
         self._book_taken(sequence, work_us)
-        if was_unable and self._meter.theta is not None:
+        if not was_able:
             heappush(self._able, (team.lag, team.team_id, team))
         self._advance(team)
 
@@ -89,6 +88,7 @@ class EgMlfq(MeteredPolicy):
         sequence = self._eligible[0][3]
         assert sequence.seq_id == seq_id, f"refused {seq_id}, best was {sequence.seq_id}"
         self._book_refused(sequence)
+        self._is_stale = True
         self._advance(sequence.team)
 
     def _advance(self, team: TeamShare) -> None:
@@ -98,20 +98,48 @@ class EgMlfq(MeteredPolicy):
             walk = self._walks[team] = team.levels.walk()
             next(walk)
         following = next(walk, None)
+        eligible = self._eligible
         if following is None:
-            heappop(self._eligible)
+            heappop(eligible)
+        elif team.lag <= self._limit or self._meter.theta is None:
+            heapreplace(eligible, (following.level, team.lag, following.place, following))
+            return
         else:
-            heapreplace(self._eligible, (following.level, team.lag, following.place, following))
+            heappop(eligible)
+            heappush(self._gated, (team.lag, following.place, following))
+        if not eligible:
+            self._is_stale = True
+
+    def _regate(self) -> None:
+        """Work out the limit and move candidates to the side of the gate where they belong."""
+        self._is_stale = False
+        theta = self._meter.theta
+        if theta is None:
+            return
+        eligible, gated = self._eligible, self._gated
+        self._least = self._find_least()
+        limit = self._least + theta
+        if limit < self._limit:
+            for _, lag, place, sequence in eligible:
+                if lag > limit:
+                    heappush(gated, (lag, place, sequence))
+            eligible[:] = [entry for entry in eligible if entry[1] <= limit]
+            heapify(eligible)
+        self._limit = limit
+        while gated and gated[0][0] <= limit:
+            self._open_gate()
+        if not eligible and gated:
+            self._limit = limit = gated[0][0]
+            while gated and gated[0][0] == limit:
+                self._open_gate()
 
     def _open_gate(self) -> None:
         lag, place, sequence = heappop(self._gated)
         heappush(self._eligible, (sequence.level, lag, place, sequence))
 
-    def _find_limit(self) -> int:
-        """Least D of the able teams + Theta. If none is able, all active teams count as able."""
+    def _find_least(self) -> int:
+        """Least D of the able teams. If none is able, all active teams count as able."""
         able = self._able
-        theta = self._meter.theta
-        assert theta is not None
         while able:
             lag, team_id, team = able[0]
             if team.num_live == team.num_refused:
@@ -119,5 +147,5 @@ class EgMlfq(MeteredPolicy):
             elif team.lag != lag:
                 heapreplace(able, (team.lag, team_id, team))
             else:
-                return lag + theta
-        return min((team.lag for team in self._planned), default=0) + theta
+                return lag
+        return min((team.lag for team in self._planned), default=0)

@@ -83,26 +83,21 @@ class MeteredPolicy:
         assert not self._is_settled, "settle without begin"
         self._is_settled = True
         sequences = self._sequences
-        total = largest = 0
-        for row in served:
-            cost = row.cost_us
-            total += cost
-            if cost > largest:
-                largest = cost
-            team = sequences[row.seq_id].team
-            team.step_cost += cost
+        rows = [(sequences[row.seq_id], row) for row in served]
+        costs = [row.cost_us for row in served]
+        for sequence, row in rows:
+            team = sequence.team
+            team.step_cost += row.cost_us
             team.step_work += row.work_us
         for team in self._taken:
             team.lag -= team.provisional
             team.provisional = 0
-        self._meter.settle(self._planned, self._step, total, largest)
+        self._meter.settle(self._planned, self._step, sum(costs), max(costs, default=0))
         for team in self._taken:
             team.served_us += team.step_cost
             learn_cost(team)
             team.step_cost = team.step_work = 0
-        charge = self._levels.charge
-        for row in served:
-            charge(sequences[row.seq_id], row.work_us, row.has_generated)
+        self._levels.charge(rows)
 
     def leave(self, seq_id: int, now_us: int) -> None:
         """A sequence ended. Between steps only; raises KeyError for one that is not here."""

@@ -8,11 +8,12 @@ never wall time, so strangers in the batch cannot demote anyone.
 by construction: joining, leaving and demotion are O(1), and nothing is ever sorted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from policies.config import PolicyConfig
+from policies.sequences import Served
 
 if TYPE_CHECKING:
     from policies.shares import TeamShare
@@ -103,26 +104,34 @@ class Levels:
         team.levels.push(sequence)
         return sequence
 
-    def charge(self, sequence: RankedSequence, work_us: int, has_generated: bool) -> None:
-        """Book work that was done, and demote when the quantum is used up. Never before the first token: a demotion
+    def charge(self, rows: Iterable[tuple[RankedSequence, Served]]) -> None:
+        """Book the work of a step, and demote where the quantum is used up. Never before the first token: a demotion
         in the middle of a prefill would only throw the work already sunk behind newer prompts.
         """
-        sequence.attained += work_us
-        sequence.used += work_us
-        if has_generated:
-            # The step that ends the prefill says nothing about a decode step.
-            sequence.next_work = work_us if sequence.has_generated else self._decode_work
-            sequence.has_generated = True
-            if sequence.used >= self.quanta[sequence.level]:
-                queues = sequence.team.levels
-                queues.remove(sequence)
-                sequence.level += 1
-                sequence.used = 0
-                sequence.place = self._draw_place()
-                queues.push(sequence)
-        else:
-            left = sequence.prefill_work - sequence.attained
-            sequence.next_work = min(work_us, left) if left > 0 else work_us
+        quanta = self.quanta
+        for sequence, row in rows:
+            work = row.work_us
+            sequence.attained += work
+            sequence.used += work
+            if row.has_generated:
+                if sequence.has_generated:
+                    sequence.next_work = work
+                else:  # the step that ends the prefill says nothing about a decode step
+                    sequence.next_work = self._decode_work
+                    sequence.has_generated = True
+                if sequence.used >= quanta[sequence.level]:
+                    self._demote(sequence)
+            else:
+                left = sequence.prefill_work - sequence.attained
+                sequence.next_work = min(work, left) if left > 0 else work
+
+    def _demote(self, sequence: RankedSequence) -> None:
+        queues = sequence.team.levels
+        queues.remove(sequence)
+        sequence.level += 1
+        sequence.used = 0
+        sequence.place = self._draw_place()
+        queues.push(sequence)
 
     def _draw_place(self) -> int:
         self._next_place += 1

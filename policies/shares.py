@@ -210,21 +210,21 @@ class LagMeter:
         this `step` were in it.
         """
         if cost_us > 0:
-            self._virtual_time += cost_us * self.scale // sum([team.weight for team in planned])
-            self._entitle(planned, step, cost_us, largest_us)
+            weight = sum([team.weight for team in planned])
+            self._virtual_time += cost_us * self.scale // weight
+            self._entitle(planned, weight, step, cost_us, largest_us)
         self._band = None
         if self.num_refused:
             self._lift_the_unable()
 
-    def _entitle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int) -> None:
+    def _entitle(self, planned: list[TeamShare], weight: int, step: int, cost_us: int, largest_us: int) -> None:
         """Water-filling: teams whose demand is below their part get all of it, the others share the rest by weight.
 
         A team with sequences left out demands at least `largest_us` for each. That lower bound nearly always decides;
         the exact demand is summed only for a team that the bound would leave satisfied.
         """
-        rest, weight = cost_us, 0
+        rest = cost_us
         for team in planned:
-            weight += team.weight
             if team.num_live > team.num_taken:
                 team.backlogged_us += cost_us
         thirsty = planned

@@ -127,3 +127,32 @@ def scenarios(
         )
 
     return build()
+
+
+def random_scenario(seed: int) -> Scenario:
+    """A fuller workload than hypothesis starts with: half of the seeds with refusals, a third with skewed costs."""
+    source = random.Random(seed)
+    teams = source.randint(1, 5)
+
+    def plan() -> JobPlan:
+        return JobPlan(
+            team=source.randrange(teams),
+            at=source.randint(0, 30),
+            prefill=source.choice([0, 0, 1, 1, 3, 9]),
+            decodes=source.choice([1, 1, 2, 5, 30]),
+            level=source.randint(0, 3),
+            abort_after=source.choice([None, None, source.randint(1, 20)]),
+            think=source.choice([None, source.randint(0, 3)]),
+        )
+
+    return Scenario(
+        weights=tuple(source.randint(1, 4) for _ in range(teams)),
+        slots=source.randint(1, 5),
+        levels=source.randint(1, 4),
+        theta=source.choice([0, 1, 3, 20, None]),
+        chunk=source.choice([2, 1 << 20]),
+        jobs=tuple(plan() for _ in range(source.randint(1, 16))),
+        refusals=source.choice([0, 30, 80]) if seed % 2 else 0,
+        skew=source.randint(1, 9) if seed % 3 == 0 else 0,
+        seed=seed,
+    )

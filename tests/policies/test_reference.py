@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.policies.reference import Reference, water_fill
-from tests.policies.scenarios import Scenario, scenarios
+from tests.policies.scenarios import Scenario, random_scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -23,13 +23,19 @@ def same_schedule(scenario: Scenario, steps: int = 60) -> None:
         assert [fast.policy.level(s) for s in fast.live] == [slow.policy.level(s) for s in slow.live]
 
 
-@settings(EXACT, max_examples=200)
+@pytest.mark.parametrize("hundred", range(12))
+def test_same_schedule_on_full_workloads(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        same_schedule(random_scenario(seed))
+
+
+@settings(EXACT, max_examples=100)
 @given(scenarios(infinite=True))
 def test_same_schedule_as_the_naive_policy(scenario: Scenario) -> None:
     same_schedule(scenario)
 
 
-@settings(EXACT, max_examples=200)
+@settings(EXACT, max_examples=100)
 @given(scenarios(refusals=True, infinite=True))
 def test_same_schedule_with_refusals(scenario: Scenario) -> None:
     same_schedule(scenario)

@@ -50,6 +50,9 @@ BatchTokens = Annotated[Text, typer.Option("--max-batch-tokens", metavar="N", he
 KvMemory = Annotated[Text, typer.Option("--kv-memory", metavar="SIZE", help="Device memory for the KV cache: 2GiB.")]
 HostKvMemory = Annotated[Text, typer.Option("--host-kv-memory", metavar="SIZE", help="Host memory for swapped KV.")]
 DrainTimeout = Annotated[Text, typer.Option("--drain-timeout", metavar="TIME", help="How long SIGTERM waits: 60s.")]
+EngineSocket = Annotated[
+    Text, typer.Option("--engine-socket", metavar="PATH", help="Use the engine that listens there.")
+]
 StoreUrl = Annotated[Text, typer.Option("--store-url", metavar="URL", help="SQLAlchemy URL; empty is SQLite.")]
 
 
@@ -73,6 +76,7 @@ def serve(
     kv_memory: KvMemory = None,
     host_kv_memory: HostKvMemory = None,
     engine: Engine = None,
+    engine_socket: EngineSocket = None,
     drain_timeout: DrainTimeout = None,
     store_url: StoreUrl = None,
     quickstart: Annotated[bool, typer.Option("--quickstart", help="Make team demo and print a curl line.")] = False,
@@ -93,6 +97,7 @@ def serve(
             kv_memory=kv_memory,
             host_kv_memory=host_kv_memory,
             engine=engine,
+            engine_socket=str(Path(engine_socket).absolute()) if engine_socket else None,
             drain_timeout=drain_timeout,
             store_url=store_url,
         )

@@ -22,6 +22,42 @@ PREDECESSOR_SECONDS = 10.0
 Hook = Callable[[], Awaitable[None]]
 
 
+class EngineFollower:
+    """An engine that somebody else runs (`terazi engine --listen`): connects to it, again and again.
+
+    `connect` as for EngineSupervisor; `wait_closed` ends when that connection has. The engine keeps its model while
+    gateways come and go.
+    """
+
+    num_restarts = 0
+
+    def __init__(
+        self, connect: Hook, wait_closed: Hook, *, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        self._connect = connect
+        self._wait_closed = wait_closed
+        self._pause = pause
+
+    async def run(self) -> None:
+        """Until cancelled. An engine that is not there yet is waited for."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                await self._connect()
+            except EngineStartError as error:
+                _log.warning("%s Trying again in %.1f s", error, pause)
+            else:
+                await self._wait_closed()
+                _log.error("the connection to the engine has ended; its requests end with an error")
+                pause = FIRST_PAUSE_SECONDS
+                self.num_restarts += 1
+            await self._pause(pause)
+            pause = min(pause * 2, MAX_PAUSE_SECONDS)
+
+    async def stop(self) -> None:
+        """It is not ours to end."""
+
+
 class EngineSupervisor:
     """Owns the engine process. `connect` runs after each start; `disconnect` after each death."""
 

@@ -21,7 +21,7 @@ from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
 from gateway.engine_process import EngineStartError, engine_config, socket_path_for
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
 from gateway.listeners import HttpServer, ListenError, bind, make_server, url_of
 from gateway.metrics import GatewayMetrics, is_ready
@@ -110,9 +110,7 @@ class _Server:
             for listener in (*public_sockets, *admin_sockets):
                 stack.callback(listener.close)
             self._store = await stack.enter_async_context(open_store(settings))
-            socket_path = socket_path_for(settings.data_dir)
-            self._client = EngineClient(socket_path, on_samples=self._book_samples)
-            self._supervisor = EngineSupervisor(engine_config(settings), socket_path, self._connect, self._client.close)
+            self._supervisor = self._make_engine()
             stack.push_async_callback(self._supervisor.stop)
             stack.push_async_callback(self._client.close)
             self._follow(self._store.holder.current)
@@ -149,6 +147,15 @@ class _Server:
             public = self._server(public_app(self._state))
             admin = self._server(self._admin_app)
             await self._serve(public, public_sockets, admin, admin_sockets)
+
+    def _make_engine(self) -> EngineSupervisor | EngineFollower:
+        settings = self._settings
+        if settings.engine_socket:
+            self._client = EngineClient(settings.engine_socket, on_samples=self._book_samples)
+            return EngineFollower(self._connect, self._client.wait_closed)
+        path = socket_path_for(settings.data_dir)
+        self._client = EngineClient(path, on_samples=self._book_samples)
+        return EngineSupervisor(engine_config(settings), path, self._connect, self._client.close)
 
     def _server(self, app: Any) -> HttpServer:
         settings = self._settings

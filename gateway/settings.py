@@ -39,6 +39,7 @@ class Settings:
     journal_fsync_interval: float
     on_error: str
     engine: str
+    engine_socket: str
     model: str
     policy: str
     dtype: str
@@ -176,6 +177,14 @@ SETTINGS: tuple[Setting, ...] = (
         "engine.kind",
         "--engine",
         ("torch", "sim"),
+    ),
+    Setting(
+        "engine_socket",
+        "str",
+        "",
+        "Use the engine that `terazi engine --listen PATH` runs there; empty starts one of our own.",
+        "engine.socket",
+        "--engine-socket",
     ),
     Setting("model", "str", "smollm2-135m", "A built-in name or a model directory.", "engine.model", "--model"),
     Setting("policy", "choice", "eg-mlfq", "Order of requests.", "engine.policy", "--policy", ("eg-mlfq", "fcfs")),

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -354,3 +356,22 @@ def test_a_data_directory_too_long_for_a_socket_still_serves(make_server: MakeSe
     key = server.make_key()
     assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
     assert server.stop() == 0
+
+
+def test_an_engine_of_its_own_outlives_the_gateways(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server()
+    path = tmp_path / "e.sock"
+    command = [sys.executable, "-m", "gateway.cli", "engine", "--listen", str(path)]
+    command += ["--engine", "sim", "--model", "tiny-random", "--max-batch-size", "3"]
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = subprocess.Popen(command, env=server.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        for _ in range(2):
+            server.start("--engine-socket", str(path))
+            status = server.status()["engine"]
+            assert (status["pid"], status["epoch"], status["max_batch_size"]) == (engine.pid, 1, 3)
+            assert server.stop() == 0
+            engine.terminate()  # ignored: a draining gateway would still need it
+    finally:
+        engine.kill()
+        engine.wait()

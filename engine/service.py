@@ -86,15 +86,20 @@ class EngineService:
 
     def run(self) -> None:
         """Serve until the parent's end of stdin closes; for ever without one."""
-        while True:
-            is_parent_gone = self._handle_sockets(self._wait_seconds())
-            if is_parent_gone:
-                self._drop("the parent has ended")
-                self._selector.close()
-                return
-            self._step()
-            self._sample()
-            self._watch()
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Once around: wait for something to do, do it, tell. False when the parent has ended."""
+        is_parent_gone = self._handle_sockets(self._wait_seconds())
+        if is_parent_gone:
+            self._drop("the parent has ended")
+            self._selector.close()
+            return False
+        self._step()
+        self._sample()
+        self._watch()
+        return True
 
     def _wait_seconds(self) -> float | None:
         if self._can_send() and self._core.has_work:
@@ -130,13 +135,16 @@ class EngineService:
         self._send(self._hello)
 
     def _serve(self, events: int) -> None:
-        assert self._connection is not None
+        connection = self._connection
+        assert connection is not None
         try:
             if events & selectors.EVENT_WRITE:
-                self._connection.flush()
+                connection.flush()
             if events & selectors.EVENT_READ:
-                for message in self._connection.receive():
+                for message in connection.receive():
                     self._take(message)
+                    if self._connection is not connection:  # lost while answering: what else it sent is void
+                        return
         except ConnectionLost as lost:
             self._drop(str(lost))
         except FrameError as error:

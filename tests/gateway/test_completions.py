@@ -179,18 +179,23 @@ async def test_a_base_model_says_so_and_serves_completions() -> None:
 @pytest.mark.case("K48", "K51")
 async def test_a_stop_string_ends_the_engines_work_too() -> None:
     async with gateway() as g:
+        g.engine.is_hung = True
         request = asyncio.create_task(g.chat(stop=["END", "\n\n"]))
         submit = await g.engine.next_submit()
         g.engine.say(submit.request_id, "keep E")
         g.engine.say(submit.request_id, "N")
         g.engine.say(submit.request_id, "D and more")
         assert await g.engine.next_abort() == submit.request_id
+        g.engine.say(submit.request_id, "!")  # one step was on its way
+        g.engine.finish(submit.request_id, "abort")
         body = (await request).json()
         assert body["choices"][0]["message"]["content"] == "keep "
         assert body["choices"][0]["finish_reason"] == "stop"
         (row,) = g.ledger.rows
         assert (row.outcome, row.finish_reason) == ("ok", "stop")
-        assert body["usage"]["completion_tokens"] == row.output_tokens == 17, "usage, quota and ledger say one number"
+        used = body["usage"]["completion_tokens"]
+        assert used == row.output_tokens == 18, "usage, quota and ledger say one number, the engine's"
+        assert g.state.leases.totals(1).settled_tokens == body["usage"]["total_tokens"]
         assert g.outstanding() == 0
 
 

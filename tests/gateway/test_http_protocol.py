@@ -10,7 +10,7 @@ import pytest
 from gateway import http_protocol
 from gateway.app import HttpSettings
 from gateway.listeners import make_server
-from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, eventually, gateway
+from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
 pytestmark = pytest.mark.anyio
 
@@ -37,36 +37,32 @@ async def exchange(g: Gateway, *parts: bytes, pace: bool = False) -> bytes:
     return answer
 
 
-@pytest.mark.case("A21")
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_of_http_1_0_gets_plain_bytes_ended_by_close(stream: bool) -> None:
-    async with gateway(tcp=True) as g:
-        sending = asyncio.create_task(exchange(g, request_bytes(g, "1.0", stream=stream)))
-        submit = await g.engine.next_submit()
-        g.engine.say(submit.request_id, "hello")
-        g.engine.finish(submit.request_id, "stop")
-        head, _, body = (await sending).partition(b"\r\n\r\n")
-        assert b"chunked" not in head.lower()
-        assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head
-        if stream:
-            assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n")
-        else:
-            assert json.loads(body)["choices"][0]["message"]["content"] == "hello"
-
-
-@pytest.mark.case("D07")
-async def test_a_client_of_http_1_0_gets_each_token_at_once() -> None:
+@pytest.mark.case("A21", "D07")
+async def test_a_client_of_http_1_0_gets_each_token_at_once_as_plain_bytes_ended_by_close() -> None:
     async with gateway(tcp=True) as g:
         reader, writer = await asyncio.open_connection("127.0.0.1", g.port)
         writer.write(request_bytes(g, "1.0", stream=True))
         submit = await g.engine.next_submit()
         g.engine.say(submit.request_id, "first")
         async with asyncio.timeout(WAIT):
-            assert b"first" in await reader.readuntil(b"first")
-        g.engine.finish(submit.request_id, "stop")
-        async with asyncio.timeout(WAIT):
-            await reader.read()
+            answer = await reader.readuntil(b"first")
+            g.engine.say(submit.request_id, "second")
+            g.engine.finish(submit.request_id, "stop")
+            answer += await reader.read()
         writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head
+        assert b"chunked" not in head.lower() and b"content-length" not in head.lower()
+        assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n")
+        assert text_of(events(body.decode())) == "firstsecond"
+
+
+async def test_a_single_answer_to_http_1_0_has_its_length() -> None:
+    async with gateway(tcp=True) as g:
+        g.engine.script = g.engine.saying("hello")
+        head, _, body = (await exchange(g, request_bytes(g, "1.0"))).partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head and b"chunked" not in head
+        assert json.loads(body)["choices"][0]["message"]["content"] == "hello"
 
 
 @pytest.mark.case("A21")

@@ -3,8 +3,9 @@
 How rows stay independent (checked by `padding_granularity` at load and by the tests):
 - Query heads that share a KV head are folded into the query dimension, so GQA needs no repeated keys.
 - Decode rows run as one batch; each sees its own context, the rest is masked. The KV length is padded to a multiple
-  for which the kernel's sums were found not to change when the padding grows; if none is found, rows run in groups of
-  the same padded length, which depends on the row's own context only.
+  for which the kernel's sums were found not to change when the padding grows. If there is none (float32 with several
+  threads: MKL's kernel depends on the alignment of each thread's buffer), each row runs alone, padded by its own
+  length only.
 - Prompt rows run in query tiles at *absolute* positions [k*T, (k+1)*T), with keys [0, (k+1)*T). The shape of the call
   is a function of the tile alone, so it does not matter where chunks begin or end.
 """
@@ -29,7 +30,7 @@ GRANULARITIES = (16, 32, 64, 128, 256, 512)
 class DecodeGroup:
     """Decode rows that run as one call, all with the same padded KV length."""
 
-    rows: slice | torch.Tensor
+    rows: slice
     block_index: torch.Tensor  # [rows * blocks]
     mask: torch.Tensor  # [rows, 1, 1, kv_len]: 0 or -inf
     num_rows: int
@@ -61,7 +62,7 @@ class GatherSdpa:
     name = "gather-sdpa"
 
     def __init__(self, config: ModelConfig, cache: KVCache, granularity: int | None = None) -> None:
-        """`granularity`: multiple to pad decode KV lengths to; 0 groups rows by length; None probes."""
+        """`granularity`: multiple to pad decode KV lengths to; 0 runs each row alone; None probes."""
         self.cache = cache
         self.kv_heads = config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
@@ -70,7 +71,7 @@ class GatherSdpa:
         self.tile = math.lcm(QUERY_TILE, cache.block_size)
         if granularity is None:
             granularity = padding_granularity(config, self.dtype, self.device)
-        self.is_grouped = granularity == 0
+        self.is_batched = granularity > 0
         self.granularity = math.lcm(granularity or 64, cache.block_size)
         # The causal mask of a tile is the right end of this one: columns left of the tile are all visible.
         longest = -(-config.context_len // self.tile) * self.tile
@@ -139,16 +140,11 @@ class GatherSdpa:
     def _decode_groups(self, spans: Sequence[Span]) -> tuple[DecodeGroup, ...]:
         if not spans:
             return ()
-        if not self.is_grouped:
+        if self.is_batched:
             return (self._group(slice(0, len(spans)), spans),)
-        by_length: dict[int, list[int]] = {}
-        for i, span in enumerate(spans):
-            by_length.setdefault(-(-span.end // self.granularity), []).append(i)
-        return tuple(
-            self._group(torch.tensor(rows, device=self.device), [spans[i] for i in rows]) for rows in by_length.values()
-        )
+        return tuple(self._group(slice(i, i + 1), [span]) for i, span in enumerate(spans))
 
-    def _group(self, rows: slice | torch.Tensor, spans: Sequence[Span]) -> DecodeGroup:
+    def _group(self, rows: slice, spans: Sequence[Span]) -> DecodeGroup:
         kv_len = -(-max(span.end for span in spans) // self.granularity) * self.granularity
         visible = torch.arange(kv_len) < torch.tensor([span.end for span in spans]).unsqueeze(1)
         mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, -math.inf)

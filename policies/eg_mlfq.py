@@ -87,9 +87,12 @@ class EgMlfq(MeteredPolicy):
     def refuse(self, seq_id: int) -> None:
         sequence = self._eligible[0][3]
         assert sequence.seq_id == seq_id, f"refused {seq_id}, best was {sequence.seq_id}"
+        team = sequence.team
+        was_able = team.num_live > team.num_refused
         self._book_refused(sequence)
-        self._is_stale = True
-        self._advance(sequence.team)
+        if was_able and team.num_live == team.num_refused:
+            self._is_stale = True
+        self._advance(team)
 
     def _advance(self, team: TeamShare) -> None:
         """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate."""

@@ -257,6 +257,33 @@ def test_a_chat_wakes_up_beside_a_batch_job(theta: int, starts: list[int]) -> No
     assert driver.run(until=20).starts("A") == starts
 
 
+@pytest.mark.case("C01")
+def test_idle_shares_belong_to_the_busy() -> None:
+    """Ten equal teams, one of them busy: it has the whole device. A second one comes: half each from the next step."""
+    driver = Driver(config((1000, 1000)), dict.fromkeys(range(10), 1))
+    driver.add(0, 0, 1000)
+    driver.at(20, lambda: driver.add(1, 0, 1000))
+    driver.run(until=60)
+    assert driver.starts("A")[:20] == list(range(20))
+    assert driver.served() == {0: 40, 1: 20}
+
+
+@pytest.mark.case("C05")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_burst_is_charged_as_it_is_picked(slots: int) -> None:
+    """B sends 100 requests at once; after its first, the waiting one of A, which was served less, goes next, in the
+    same step if there is a slot.
+    """
+    driver = Driver(config((1000, 1000)), {A: 1, B: 1}, slots=slots)
+    for _ in range(100):
+        driver.add(B, 0, 1)
+    driver.add(A, 0, 1)
+    driver.step()
+    driver.step()
+    order = [label for _, labels in driver.trace for label in labels]
+    assert order[:2] == ["B", "A"]
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

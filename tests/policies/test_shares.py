@@ -40,6 +40,7 @@ def test_theta_may_be_given_or_infinite() -> None:
     assert infinite.theta is None
 
 
+@pytest.mark.case("C08")
 @pytest.mark.parametrize("weight", [0, -1])
 def test_weights_are_positive(weight: int) -> None:
     with pytest.raises(ValueError, match="positive integers"):

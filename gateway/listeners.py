@@ -1,7 +1,9 @@
 """Sockets and the uvicorn servers on them: bound by us, so that a taken port is one clear line, and run in one loop."""
 
+import asyncio
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Generator
 from typing import Any
@@ -10,11 +12,48 @@ import uvicorn
 
 from gateway.http_protocol import HttpProtocol
 
+FILES_MAX = 65536
+# Database, journal, engine, admin connections.
+RESERVED_FILES = 64
+_FULL_BODY = (
+    b'{"error":{"message":"The server has no room for another connection.","type":"service_unavailable",'
+    b'"param":null,"code":"no_capacity"}}'
+)
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
 _BIND_ATTEMPTS = 20  # a free IPv4 port may be taken on IPv6
 
 
 class ListenError(Exception):
     """An address that cannot be listened on; the text names it and the fix."""
+
+
+def raise_file_limit() -> int:
+    """Allow as many open files as this process may have, and return that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # What the kernel itself refuses (a hard limit above fs.nr_open) leaves the soft limit as it is.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return FILES_MAX if soft == resource.RLIM_INFINITY else min(soft, FILES_MAX)
+
+
+def limited_protocol(max_connections: int) -> type[HttpProtocol]:
+    """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin."""
+
+    class LimitedProtocol(HttpProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            if len(self.connections) >= max_connections:
+                self.transport = transport
+                transport.write(_FULL)
+                transport.close()
+                return
+            super().connection_made(transport)
+
+    return LimitedProtocol
 
 
 class HttpServer(uvicorn.Server):
@@ -25,11 +64,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: Any, *, keep_alive_timeout: float, drain_timeout: float) -> HttpServer:
+def make_server(
+    app: Any, *, keep_alive_timeout: float, drain_timeout: float, max_connections: int = FILES_MAX
+) -> HttpServer:
     """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
     config = uvicorn.Config(
         app,
-        http=HttpProtocol,
+        http=limited_protocol(max_connections),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -23,7 +23,7 @@ from gateway.engine_client import EngineClient
 from gateway.engine_process import EngineStartError, engine_config, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
-from gateway.listeners import HttpServer, ListenError, bind, make_server, url_of
+from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
 from gateway.metrics import GatewayMetrics, is_ready
 from gateway.render import CommandError, print_json
 from gateway.settings import Settings
@@ -40,6 +40,7 @@ _log = logging.getLogger("terazi.serve")
 QUICKSTART_TEAM = "demo"
 # After the drain time: for the error events to be read and the last rows to be closed.
 BOOKING_SECONDS = 12.0
+ADMIN_CONNECTIONS_MAX = 32
 
 
 def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) -> None:
@@ -144,8 +145,10 @@ class _Server:
                     flush=self._store.ledger.flush,
                 )
             )
-            public = self._server(public_app(self._state))
-            admin = self._server(self._admin_app)
+            files = raise_file_limit()
+            _log.info("listening", extra={"url": self._announcement.url, "open_files_limit": files})
+            public = self._server(public_app(self._state), max(1, files - RESERVED_FILES))
+            admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX)
             await self._serve(public, public_sockets, admin, admin_sockets)
 
     def _make_engine(self) -> EngineSupervisor | EngineFollower:
@@ -157,9 +160,14 @@ class _Server:
         self._client = EngineClient(path, on_samples=self._book_samples)
         return EngineSupervisor(engine_config(settings), path, self._connect, self._client.close)
 
-    def _server(self, app: Any) -> HttpServer:
+    def _server(self, app: Any, max_connections: int) -> HttpServer:
         settings = self._settings
-        return make_server(app, keep_alive_timeout=settings.keep_alive_timeout, drain_timeout=settings.drain_timeout)
+        return make_server(
+            app,
+            keep_alive_timeout=settings.keep_alive_timeout,
+            drain_timeout=settings.drain_timeout,
+            max_connections=max_connections,
+        )
 
     async def _serve(self, public: HttpServer, public_sockets: Any, admin: HttpServer, admin_sockets: Any) -> None:
         public_task = asyncio.create_task(public.serve(public_sockets), name="public")

@@ -82,16 +82,25 @@ def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _svg(title: str, alternative: str, parts: Sequence[str], legend: Sequence[str]) -> str:
-    keys = []
-    x = _LEFT
-    for index, name in enumerate(legend):
-        keys.append(f'<rect x="{x}" y="20" width="10" height="10" fill="{_colour(index)}"/>')
-        keys.append(f'<text x="{x + 14}" y="29" class="k">{escape(name)}</text>')
-        x += 26 + 7 * len(name)
+    keys: list[str] = []
+    row, x = 0, _LEFT
+    places = []
+    for name in legend:
+        width = 26 + 7 * len(name)
+        if x > _LEFT and x + width > WIDTH:
+            row, x = row + 1, _LEFT
+        places.append((row, x, name))
+        x += width
+    above = 14 * row  # further rows of the legend grow upwards
+    for index, (line, x, name) in enumerate(places):
+        y = 20 - above + 14 * line
+        keys.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{_colour(index)}"/>')
+        keys.append(f'<text x="{x + 14}" y="{y + 9}" class="k">{escape(name)}</text>')
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(alternative, quote=True)}" '
-        f'xmlns="http://www.w3.org/2000/svg"><title>{escape(alternative)}</title>'
-        f'<text x="{_LEFT}" y="13" class="t">{escape(title)}</text>{"".join(keys)}{"".join(parts)}</svg>'
+        f'<svg viewBox="0 {-above} {WIDTH} {HEIGHT + above}" role="img" '
+        f'aria-label="{escape(alternative, quote=True)}" xmlns="http://www.w3.org/2000/svg">'
+        f"<title>{escape(alternative)}</title>"
+        f'<text x="{_LEFT}" y="{13 - above}" class="t">{escape(title)}</text>{"".join(keys)}{"".join(parts)}</svg>'
     )
 
 

@@ -46,9 +46,10 @@ class Server:
         self._out = data_dir.with_name(data_dir.name + ".out")
         self._log = data_dir.with_name(data_dir.name + ".log")
 
-    def start(self, *options: str, until: str = "ready") -> "Server":
-        """Start and wait until it is ready (or only until it listens)."""
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--engine", "sim", "--model", "tiny-random"]
+    def start(self, *options: str, until: str = "ready", max_files: int = 0) -> "Server":
+        """Start and wait until it is ready (or only until it listens), with at most `max_files` open files."""
+        command = ["prlimit", f"--nofile={max_files}:{max_files}"] if max_files else []
+        command += [sys.executable, "-m", "gateway.cli", "serve", "--engine", "sim", "--model", "tiny-random"]
         command += ["--port", "0", "--admin-port", "0", *options]
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         with self._out.open("ab") as out, self._log.open("ab") as log:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -375,3 +376,36 @@ def test_an_engine_of_its_own_outlives_the_gateways(make_server: MakeServer, tmp
     finally:
         engine.kill()
         engine.wait()
+
+
+def first_answer(client: socket.socket) -> int:
+    """Status of the answer; 0 when the connection was reset before it could be read."""
+    try:
+        return int(client.recv(200).split(b" ")[1])
+    except ConnectionResetError:
+        return 0
+
+
+@pytest.mark.case("D13")
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit (util-linux)")
+def test_more_connections_than_files_leave_admin_and_ledger_working(make_server: MakeServer) -> None:
+    server = make_server().start(max_files=256)
+    key = server.make_key()
+    clients = []
+    try:
+        for _ in range(400):
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            clients.append(client)
+        answers = [first_answer(client) for client in clients]
+        assert answers.count(200) == 256 - 64
+        assert set(answers) <= {200, 503, 0}
+        assert server.status()["ready"] is True
+        server.make_key("late")
+    finally:
+        for client in clients:
+            client.close()
+    wait_until(lambda: server.readyz() == 200, "room for clients again")
+    client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
+    assert server.stop() == 0
+    assert [row["outcome"] for row in ledger_rows(server)] == ["ok"]

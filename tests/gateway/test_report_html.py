@@ -94,3 +94,14 @@ def test_stacked_parts_fill_the_height_and_an_idle_second_stays_empty() -> None:
 def test_cumulative_ends_at_one() -> None:
     assert svg.cumulative([3.0, 1.0]) == [(0.0, 0.0), (1.0, 0.5), (3.0, 1.0)]
     assert svg.cumulative([]) == []
+
+
+def test_a_long_legend_is_broken_into_rows_inside_the_picture() -> None:
+    curves = {f"a team with a long name {i}": [(0.0, 0.0), (1.0, 1.0)] for i in range(7)}
+    root = ElementTree.fromstring(svg.lines("l", "s", "share", curves))
+    _, top, width, _ = (float(part) for part in root.attrib["viewBox"].split())
+    boxes = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.attrib["height"] == "10"]
+    assert len({box.attrib["y"] for box in boxes}) > 1
+    for box, name in zip(boxes, curves, strict=True):
+        assert float(box.attrib["x"]) + 26 + 7 * len(name) <= width
+        assert float(box.attrib["y"]) >= top

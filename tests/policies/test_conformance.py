@@ -1,5 +1,6 @@
 """What every policy promises, whatever its order (`policies.policy`)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.config import PolicyConfig
+from policies.mlfq import LevelQueues, RankedSequence
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.service import POLICIES, make_policy
@@ -176,6 +178,37 @@ def test_fcfs_is_the_order_of_arrival_over_all_teams() -> None:
     policy.leave(3, 0)
     arrive(policy, 2, team=2)
     assert run(policy) == [5, 4, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("theta", [0, 10**9])
+def test_a_step_does_not_look_at_the_whole_queue(name: str, theta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 sequences wait; a step of 8 slots looks at no more of them than slots and teams, and demand up to C."""
+    looked_at = 0
+    walk = LevelQueues.walk
+
+    def counted(queues: LevelQueues) -> Iterator[RankedSequence]:
+        nonlocal looked_at
+        for sequence in walk(queues):
+            looked_at += 1
+            yield sequence
+
+    monkeypatch.setattr(LevelQueues, "walk", counted)
+    policy = make_policy(name, PolicyConfig(theta_us=theta, decode_work_us=1000))
+    policy.configure([TeamTerms(team) for team in range(5)], 0)
+    for seq_id in range(5000):
+        arrive(policy, seq_id, team=0 if seq_id > 3 else 1 + seq_id)
+    for step in range(20):
+        looked_at = 0
+        policy.begin(step)
+        picked = []
+        for _ in range(8):
+            seq_id = policy.best()
+            assert seq_id is not None
+            policy.take(seq_id, 1000)
+            picked.append(seq_id)
+        policy.settle([Served(seq_id, 1000, 1000, True) for seq_id in picked], step)
+        assert looked_at <= 8 + 5 + 8
 
 
 def test_many_sequences_may_leave_from_the_middle() -> None:

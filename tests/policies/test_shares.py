@@ -75,10 +75,10 @@ def serve(policy: EgMlfq, cost: int, only_team: int = 0) -> None:
 
 def test_new_weights_keep_every_lag_exactly() -> None:
     policy = policy_with((2, 3))
-    serve(policy, 101)
+    serve(policy, 99)
     before = policy.lags()
-    # 101 between weights 2 and 3 is 40.4 and 60.6: whole microseconds 41 and 60, the rest to the lowest id.
-    assert before == {0: Fraction(101 - 41, 2), 1: Fraction(-60, 3)}
+    # 99 between weights 2 and 3 is 39.6 and 59.4: whole microseconds 39 and 59, the rest to the lowest id.
+    assert before == {0: Fraction(99 - 40, 2), 1: Fraction(-59, 3)}
     for weights in ((7, 5), (1, 1), (997, 991), (2, 3)):
         policy.configure(terms(*weights), 0)
         assert policy.lags() == before

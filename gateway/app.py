@@ -191,7 +191,10 @@ class Models:
 
 
 class Probe:
-    """/livez: this process answers. /readyz: it can serve; 503 with the reason otherwise. No key, never counted."""
+    """/livez: this process answers. /readyz: it can serve; 503 with the reason otherwise. No key, never counted.
+
+    A database that is away makes readiness `degraded`, not red: work goes on while the journal has room.
+    """
 
     def __init__(self, state: GatewayState, *, is_readiness: bool) -> None:
         self._state = state
@@ -199,7 +202,9 @@ class Probe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reasons = self._reasons() if self._is_readiness else []
-        document = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        document: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        if self._is_readiness:
+            document["degraded"] = self._state.ledger.is_failing
         headers = {**JSON_HEADERS, "retry-after": "1"} if reasons else JSON_HEADERS
         await _send(send, 503 if reasons else 200, headers, msgspec.json.encode(document))
 
@@ -214,6 +219,8 @@ class Probe:
             reasons.append("engine_unavailable")
         if state.engine.silent_seconds > state.settings.engine_silence:
             reasons.append("engine_silent")
+        if not state.ledger.has_room:
+            reasons.append("store_unavailable")
         return reasons
 
 

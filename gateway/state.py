@@ -78,6 +78,14 @@ class SnapshotSource(Protocol):
 class LedgerBook(Protocol):
     """Where requests are booked: `tenants.ledger.Ledger`. No call waits."""
 
+    @property
+    def has_room(self) -> bool:
+        """False while a new request would be refused."""
+
+    @property
+    def is_failing(self) -> bool:
+        """The database does not take rows; they wait in the journal."""
+
     def open(self, entry: OpenEntry) -> None:
         """Raises StoreUnavailable when the journal has no room."""
 

@@ -102,7 +102,12 @@ class RecordingLedger:
         self.rows: list[LedgerRow] = []
         self.progressed: list[Progress] = []
         self.is_full = False
+        self.is_failing = False
         self._closed: asyncio.Queue[LedgerRow] = asyncio.Queue()
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_full
 
     def open(self, entry: OpenEntry) -> None:
         if self.is_full:

@@ -243,7 +243,7 @@ async def test_ids_that_are_no_text_leave_other_requests_alone() -> None:
         assert (await first).status_code == 200
 
 
-@pytest.mark.case("K57")
+@pytest.mark.case("K57", "B18")
 async def test_several_choices_are_refused_and_book_nothing() -> None:
     async with gateway() as g:
         response = await g.chat(n=4)

@@ -173,6 +173,16 @@ def test_a_response_format_that_nobody_enforces_is_refused() -> None:
     assert chat(response_format={"type": "text"}) == chat()
 
 
+@pytest.mark.case("K69", "K72")
+def test_a_schema_is_refused_whatever_it_says_and_never_left_unenforced() -> None:
+    schema: dict[str, Any] = {"type": "string", "enum": [str(n) for n in range(10_000)]}
+    for _ in range(200):
+        schema = {"type": "object", "properties": {"x": schema}}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    error = chat_refusal(response_format=asked, min_tokens=5)
+    assert (error.status, error.param) == (400, "response_format")
+
+
 @pytest.mark.case("A09")
 def test_a_prompt_is_one_string_or_one_list_of_token_ids() -> None:
     assert text(prompt="a").prompt_text == text(prompt=["a"]).prompt_text == "a"

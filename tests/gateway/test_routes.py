@@ -1,5 +1,6 @@
 """Paths, methods, probes, CORS and the one error envelope around them."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -170,7 +171,7 @@ async def test_liveness_is_green_before_readiness() -> None:
 async def test_probes_need_no_key_answer_head_and_count_as_nothing() -> None:
     async with gateway(tcp=True) as g:
         for path in ("/livez", "/readyz"):
-            assert (await g.http.get(path)).json() == {"status": "ok", "reasons": []}
+            assert (await g.http.get(path)).json()["status"] == "ok"
             head = await g.http.head(path)
             assert head.status_code == 200 and head.content == b""
         g.ledger.is_full = True
@@ -193,6 +194,33 @@ async def test_readiness_says_why_not() -> None:
         g.engine.die()
         await g.state.engine.wait_closed()
         assert await reasons(g) == ["engine_unavailable"]
+
+
+@pytest.mark.case("K28")
+async def test_an_engine_that_says_nothing_while_work_waits_is_not_ready() -> None:
+    async with gateway() as g:
+        g.clock.advance(3600)
+        assert await reasons(g) == [], "idle is not silent"
+        request = asyncio.create_task(g.chat())
+        submit = await g.engine.next_submit()
+        g.clock.advance(g.state.settings.engine_silence + 1)
+        assert await reasons(g) == ["engine_silent"]
+        g.engine.finish(submit.request_id, "stop")
+        await request
+        assert await reasons(g) == []
+
+
+@pytest.mark.case("G46")
+async def test_a_database_that_is_away_is_degraded_and_a_full_journal_is_not_ready() -> None:
+    async with gateway() as g:
+        g.ledger.is_failing = True
+        response = await g.http.get("/readyz")
+        assert response.status_code == 200
+        assert response.json() == {"status": "ok", "reasons": [], "degraded": True}
+        g.ledger.is_full = True
+        assert (await g.http.get("/readyz")).status_code == 503
+        assert await reasons(g) == ["store_unavailable"]
+        assert (await g.http.get("/livez")).status_code == 200
 
 
 @pytest.mark.case("A19")

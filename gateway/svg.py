@@ -54,11 +54,11 @@ def lines(title: str, x_unit: str, y_unit: str, curves: Mapping[str, Sequence[tu
 
 
 def stacked(title: str, x_unit: str, times: Sequence[float], layers: Mapping[str, Sequence[float]]) -> str:
-    """Stacked shares over time: each layer's part of the sum at that time. Times without a sum stay empty."""
-    right = max(times, default=0.0) or 1.0
+    """Stacked shares over time, a second each: the layers' parts of the sum. Seconds without a sum stay empty."""
+    right = max(times, default=0.0) + 1.0
     parts = [_axis(1.0, "share"), _x_axis(right, x_unit)]
     totals = [sum(values[i] for values in layers.values()) for i in range(len(times))]
-    width = _plot_width() / max(1, len(times))
+    width = _plot_width() / right
     below = [0.0] * len(times)
     for index, values in enumerate(layers.values()):
         for i, value in enumerate(values):
@@ -66,7 +66,7 @@ def stacked(title: str, x_unit: str, times: Sequence[float], layers: Mapping[str
                 continue
             low, high = below[i], below[i] + value / totals[i]
             parts.append(
-                f'<rect x="{_LEFT + i * width:.1f}" y="{_y(high, 1.0):.1f}" width="{width + 0.3:.1f}" '
+                f'<rect x="{_x(times[i], right):.1f}" y="{_y(high, 1.0):.1f}" width="{width + 0.3:.1f}" '
                 f'height="{_y(low, 1.0) - _y(high, 1.0):.1f}" fill="{_colour(index)}"/>'
             )
             below[i] = high
@@ -76,9 +76,10 @@ def stacked(title: str, x_unit: str, times: Sequence[float], layers: Mapping[str
 
 
 def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Points of the share of values that are at most x."""
+    """Steps of the share of values that are at most x."""
     ordered = sorted(values)
-    return [(0.0, 0.0), *((value, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered))] if ordered else []
+    steps = [(value, (rank + up) / len(ordered)) for rank, value in enumerate(ordered) for up in (0, 1)]
+    return [(0.0, 0.0), *steps] if steps else []
 
 
 def _svg(title: str, alternative: str, parts: Sequence[str], legend: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ def test_every_plot_is_well_formed(drawing: str) -> None:
 
 
 def test_stacked_parts_fill_the_height_and_an_idle_second_stays_empty() -> None:
-    root = ElementTree.fromstring(svg.stacked("s", "s", [0.0, 1.0], {"a": [0.0, 1.0], "b": [0.0, 3.0]}))
+    root = ElementTree.fromstring(svg.stacked("s", "s", [0.0, 5.0], {"a": [0.0, 1.0], "b": [0.0, 3.0]}))
     heights = [
         float(r.attrib["height"]) for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.attrib["height"] != "10"
     ]
@@ -92,7 +92,7 @@ def test_stacked_parts_fill_the_height_and_an_idle_second_stays_empty() -> None:
 
 
 def test_cumulative_ends_at_one() -> None:
-    assert svg.cumulative([3.0, 1.0]) == [(0.0, 0.0), (1.0, 0.5), (3.0, 1.0)]
+    assert svg.cumulative([3.0, 1.0]) == [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (3.0, 0.5), (3.0, 1.0)]
     assert svg.cumulative([]) == []
 
 

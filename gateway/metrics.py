@@ -59,7 +59,7 @@ class GatewayMetrics(Collector):
         yield ended
         yield refused
         step = state.engine.latest_step
-        yield _gauge("terazi_ready", "1 when requests can be served.", is_ready(state))
+        yield _gauge("terazi_ready", "1 when requests can be served.", not not_ready_reasons(state))
         yield _gauge("terazi_inflight", "Requests in the engine.", state.engine.num_streams)
         yield _gauge("terazi_running", "Sequences in the latest step.", step.num_running if step else 0)
         yield _gauge("terazi_queued", "Sequences waiting after the latest step.", step.num_waiting if step else 0)
@@ -94,9 +94,16 @@ class GatewayMetrics(Collector):
         yield lag
 
 
-def is_ready(state: GatewayState) -> bool:
-    """Can a request be served now?"""
-    return state.engine.is_ready and state.tokenizer is not None and not state.is_draining
+def not_ready_reasons(state: GatewayState) -> list[str]:
+    """Why no request can be served now, as `/readyz` of both listeners says; empty when one can."""
+    facts = {
+        "draining": state.is_draining,
+        "starting": state.tokenizer is None,
+        "engine_unavailable": state.tokenizer is not None and not state.engine.is_ready,
+        "engine_silent": state.engine.silent_seconds > state.settings.engine_silence,
+        "store_unavailable": not state.ledger.has_room,
+    }
+    return [reason for reason, is_so in facts.items() if is_so]
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

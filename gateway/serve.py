@@ -24,7 +24,7 @@ from gateway.engine_process import EngineStartError, engine_config, socket_path_
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
 from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
-from gateway.metrics import GatewayMetrics, is_ready
+from gateway.metrics import GatewayMetrics, not_ready_reasons
 from gateway.render import CommandError, print_json
 from gateway.settings import Settings
 from gateway.state import GatewayState, HttpSettings
@@ -270,27 +270,18 @@ class _Server:
             ]
         )
 
-    def _reasons(self) -> list[str]:
-        state, ledger = self._state, self._store.ledger
-        facts = {
-            "draining": state.is_draining,
-            "starting": state.tokenizer is None,
-            "engine_unavailable": state.tokenizer is not None and not self._client.is_ready,
-            "store_unavailable": ledger.is_failing,
-        }
-        return [reason for reason, is_so in facts.items() if is_so]
-
     def _status(self) -> dict[str, Any]:
         """What `GET /admin/v1/status` shows."""
         import msgspec
 
         hello, step = self._client.hello, self._client.latest_step
+        reasons = not_ready_reasons(self._state)
         return {
             "version": version("terazi"),
             "pid": os.getpid(),
-            "ready": is_ready(self._state),
+            "ready": not reasons,
             "degraded": self._store.ledger.is_failing,
-            "reasons": self._reasons(),
+            "reasons": reasons,
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
             "requests_open": self._client.num_streams,
             "ledger_backlog": self._store.ledger.backlog,

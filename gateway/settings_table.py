@@ -1,0 +1,217 @@
+"""The table of settings: name, kind, default, help, YAML path, flag, allowed values. `gateway.settings` reads them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `kind` is str, int, bool, size, duration or choice."""
+
+    name: str  # field of Settings
+    kind: str
+    default: Any
+    help: str
+    path: str = ""  # in the YAML file; "" is flag and environment only
+    flag: str = ""  # "" has no flag
+    choices: tuple[str, ...] = ()
+    least: float = 0
+    most: float = math.inf
+
+    @property
+    def env(self) -> str:
+        """Name of the environment variable."""
+        return "TERAZI_" + self.name.upper()
+
+    @property
+    def unit(self) -> str:
+        """What a number of this setting counts."""
+        return {"size": "bytes (2GiB, 512MiB)", "duration": "time (15s, 300ms)"}.get(self.kind, "")
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "data_dir",
+        "str",
+        "~/.local/share/terazi",
+        "Database, journal, admin token and lock of one server.",
+        "",
+        "--data-dir",
+    ),
+    Setting(
+        "host",
+        "str",
+        "localhost",
+        "Address of the OpenAI routes. localhost is both loopback addresses; :: is every address, IPv4 and IPv6.",
+        "server.host",
+        "--host",
+    ),
+    Setting("port", "int", 8080, "Port of the OpenAI routes; 0 takes a free one.", "server.port", "--port", most=65535),
+    Setting("admin_host", "str", "127.0.0.1", "Address of the admin listener; keep it private.", "server.admin_host"),
+    Setting(
+        "admin_port",
+        "int",
+        8081,
+        "Port of the admin listener (teams, keys, reports, /metrics); 0 takes a free one.",
+        "server.admin_port",
+        "--admin-port",
+        most=65535,
+    ),
+    Setting(
+        "max_body_bytes", "size", 8 << 20, "Largest request body; more is a 413.", "server.max_body_bytes", least=1024
+    ),
+    Setting(
+        "drain_timeout",
+        "duration",
+        60.0,
+        "After SIGTERM: how long running requests may go on before they end with an error event.",
+        "server.drain_timeout",
+        "--drain-timeout",
+        most=86400,
+    ),
+    Setting(
+        "early_headers_after",
+        "duration",
+        15.0,
+        "A stream that waits longer than this for its first token gets its headers and keep-alive comments.",
+        "server.early_headers_after",
+        least=0.05,
+        most=3600,
+    ),
+    Setting(
+        "keep_alive_timeout",
+        "duration",
+        75.0,
+        "Idle time after which a connection is closed; keep it above the clients' and below the load balancer's.",
+        "server.keep_alive_timeout",
+        least=1,
+        most=3600,
+    ),
+    Setting(
+        "store_url", "str", "", "SQLAlchemy URL; empty is SQLite in the data directory.", "store.url", "--store-url"
+    ),
+    Setting(
+        "journal_fsync_interval",
+        "duration",
+        0.05,
+        "Bookings younger than this can be lost at power failure.",
+        "store.journal_fsync_interval",
+        least=0.001,
+        most=60,
+    ),
+    Setting(
+        "on_error",
+        "choice",
+        "serve",
+        "Database away: keep serving while the journal has room, or deny at once with 503.",
+        "store.on_error",
+        choices=("serve", "deny"),
+    ),
+    Setting(
+        "engine",
+        "choice",
+        "torch",
+        "The real engine, or the simulated one.",
+        "engine.kind",
+        "--engine",
+        ("torch", "sim"),
+    ),
+    Setting(
+        "engine_socket",
+        "str",
+        "",
+        "Use the engine that `terazi engine --listen PATH` runs there; empty starts one of our own.",
+        "engine.socket",
+        "--engine-socket",
+    ),
+    Setting("model", "str", "smollm2-135m", "A built-in name or a model directory.", "engine.model", "--model"),
+    Setting("policy", "choice", "eg-mlfq", "Order of requests.", "engine.policy", "--policy", ("eg-mlfq", "fcfs")),
+    Setting(
+        "dtype", "choice", "auto", "Number format of weights.", "engine.dtype", "", ("auto", "float32", "bfloat16")
+    ),
+    Setting("device", "choice", "auto", "Where the model runs.", "engine.device", "", ("auto", "cpu", "cuda")),
+    Setting("num_threads", "int", 0, "Threads of the engine; 0 is cores - 1.", "engine.num_threads", most=1024),
+    Setting(
+        "max_batch_size",
+        "int",
+        64,
+        "Sequences in one step.",
+        "engine.max_batch_size",
+        "--max-batch-size",
+        least=1,
+        most=4096,
+    ),
+    Setting(
+        "max_batch_tokens",
+        "int",
+        2048,
+        "Tokens computed in one step.",
+        "engine.max_batch_tokens",
+        "--max-batch-tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "prefill_chunk_tokens",
+        "int",
+        256,
+        "A chunk of a prompt ends at a multiple of this position.",
+        "engine.prefill_chunk_tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting("block_size", "int", 16, "Tokens of one KV block.", "engine.block_size", least=1, most=1024),
+    Setting(
+        "kv_memory", "size", 2 << 30, "Device memory for the KV cache.", "engine.kv_memory", "--kv-memory", least=1
+    ),
+    Setting(
+        "host_kv_memory",
+        "size",
+        4 << 30,
+        "Host memory for swapped KV; no effect until swapping lands.",
+        "engine.host_kv_memory",
+        "--host-kv-memory",
+    ),
+    Setting(
+        "max_queued_requests",
+        "int",
+        4096,
+        "Requests inside the engine; more are refused with queue_full.",
+        "engine.max_queued_requests",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "default_max_tokens",
+        "int",
+        1024,
+        "max_tokens of a request that gives none, clamped to the context.",
+        "engine.default_max_tokens",
+        least=1,
+        most=1 << 20,
+    ),
+    Setting(
+        "deterministic",
+        "bool",
+        False,
+        "Recompute and prefix hits are bit-equal too, at some speed.",
+        "engine.deterministic",
+    ),
+    Setting(
+        "cache_dir", "str", "", "Converted models and step profiles; empty is ~/.cache/terazi.", "engine.cache_dir"
+    ),
+    Setting(
+        "log_format", "choice", "json", "One JSON object a line, or plain text.", "logging.format", "", ("json", "text")
+    ),
+    Setting(
+        "log_level",
+        "choice",
+        "info",
+        "Least level that is written.",
+        "logging.level",
+        "",
+        ("debug", "info", "warning", "error"),
+    ),
+    Setting("log_bodies", "choice", "none", "Prompts and answers are never logged.", "logging.bodies", "", ("none",)),
+)

@@ -217,9 +217,10 @@ class _Call:
                 break
             if not request.stream:
                 pieces.append(piece)
-            elif token_ids:
+                continue
+            if token_ids:
                 await self._send_text(writer, piece)
-            elif self._is_heartbeat_due:
+            if self._is_heartbeat_due:  # and no text has gone meanwhile
                 await self._send_heartbeat()
         if text.is_stopped and stream.finished is None:
             await self._stop_engine(stream)
@@ -238,7 +239,7 @@ class _Call:
         dies or hangs now does not take the answer away.
         """
         self._state.engine.abort(self._request_id)
-        with contextlib.suppress(TimeoutError, EngineDied):
+        with contextlib.suppress(TimeoutError, Unavailable):
             async with asyncio.timeout(self._state.settings.close_wait):
                 while stream.finished is None:
                     await stream.get()
@@ -293,7 +294,6 @@ class _Call:
 
     async def _send_heartbeat(self) -> None:
         """Headers at last, or a comment after a long silence."""
-        self._is_heartbeat_due = False
         await self._start_stream()
         await self._send(KEEP_ALIVE)
 
@@ -304,6 +304,7 @@ class _Call:
 
     async def _send(self, data: bytes) -> None:
         self._sent_at = self._state.clock.monotonic()
+        self._is_heartbeat_due = False
         await self._reply.send(data)
 
     def _arm(self, seconds: float) -> None:

@@ -47,6 +47,7 @@ class RequestStream:
         self.level = 0
         self._unread: list[int] = []
         self._error: GatewayError | None = None
+        self._is_over = False  # the engine will say nothing more
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -67,14 +68,16 @@ class RequestStream:
     def finish(self, finished: Finished) -> None:
         """The engine's last word on this request."""
         self.finished = finished
+        self._is_over = True
         self.device_us = finished.device_us
         self._release()
 
-    def fail(self, error: GatewayError) -> None:
-        """End the stream with an error, unless it has ended."""
+    def fail(self, error: GatewayError, *, is_over: bool) -> None:
+        """End the stream with an error, unless it has ended. `is_over`: the engine will say nothing more about it."""
+        self._is_over |= is_over
         if self.finished is None and self._error is None:
             self._error = error
-            self._release()
+        self._release()
 
     def wake(self) -> None:
         """Make a waiting (or the next) `get` return, with or without tokens: something else needs a look."""
@@ -104,10 +107,10 @@ class RequestStream:
         return token_ids
 
     async def wait_ended(self, timeout_seconds: float) -> Finished | None:
-        """Wait until the stream has finished or failed; None when it failed or the time is over."""
+        """Wait for the engine's last word; None when there will be none or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                while self.finished is None and self._error is None:
+                while not self._is_over:
                     await self._wait()
         return self.finished
 
@@ -248,10 +251,13 @@ class EngineClient:
         """Nobody will read this stream any more; whatever still comes for it is dropped."""
         self._streams.pop(stream.request_id, None)
 
-    def fail_streams(self, error: Callable[[], GatewayError]) -> None:
-        """End every open stream with an error of its own, in the order they were submitted."""
+    def fail_streams(self, error: Callable[[], GatewayError], *, is_over: bool = False) -> None:
+        """End every open stream with an error of its own, in the order they were submitted.
+
+        Unless `is_over`, the engine still works on them: the caller aborts, and their Finished still comes.
+        """
         for stream in list(self._streams.values()):
-            stream.fail(error())
+            stream.fail(error(), is_over=is_over)
 
     def _write(self, frame: bytes) -> None:
         assert self._writer is not None
@@ -278,7 +284,7 @@ class EngineClient:
                 greeted.set_exception(EngineDied(reason))
             if self._streams:
                 _log.error("%s %d requests end with an error", reason, len(self._streams))
-            self.fail_streams(lambda: EngineDied("The engine stopped while it worked on this request.", code=None))
+            self.fail_streams(lambda: EngineDied("The engine stopped while it worked on this request."), is_over=True)
             self._streams.clear()
 
     def _greet(self, message: FromEngine, greeted: asyncio.Future[Hello]) -> None:
@@ -305,7 +311,7 @@ class EngineClient:
         elif isinstance(message, Refused):
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
-                stream.fail(refusal_error(message))
+                stream.fail(refusal_error(message), is_over=True)
 
 
 def refusal_error(refused: Refused) -> GatewayError:

@@ -122,6 +122,21 @@ async def test_a_pause_in_the_middle_of_a_stream_is_filled_too() -> None:
         assert events(await stream.rest())[-1] == "[DONE]"
 
 
+async def test_tokens_without_text_do_not_put_off_the_comments() -> None:
+    async with gateway(tcp=True) as g, streaming(g, stop="zz") as task:
+        submit = await g.engine.next_submit()
+        g.engine.say(submit.request_id, "a")
+        stream = Stream(await task)
+        await stream.until('"a"')
+        for _ in range(3):
+            g.engine.step({submit.request_id: [1]})  # a special token
+            await settled()
+            g.clock.advance(5)
+        await stream.until(": keep-alive\n")
+        g.engine.finish(submit.request_id, "stop")
+        assert text_of(events(await stream.rest())) == "a"
+
+
 @pytest.mark.case("K39")
 async def test_a_queue_timeout_after_early_headers_is_an_error_event_without_done() -> None:
     async with gateway(tcp=True) as g, streaming(g) as task:
@@ -161,7 +176,9 @@ async def test_a_shutdown_ends_streams_with_an_error_event() -> None:
         text = await stream.rest()
         assert events(text)[-1]["error"]["code"] == "draining" and "[DONE]" not in text
         assert await g.engine.next_abort() == submit.request_id
-        assert (await g.ledger.next_row()).outcome == "shutdown"
+        row = await g.ledger.next_row()
+        assert (row.outcome, row.output_tokens, row.device_us, row.level_path) == ("shutdown", 4, 4000, "0")
+        assert row.started_at_us is not None, "the engine's last word was waited for"
 
 
 @pytest.mark.case("A07")

@@ -58,12 +58,15 @@ class GatewayMetrics(Collector):
             refused.add_metric([code], count)
         yield ended
         yield refused
-        step = state.engine.latest_step
+        hello = state.engine.hello
+        # The latest step says what it ran; when nothing is open, nothing runs and every block is free.
+        step = state.engine.latest_step if state.engine.num_streams else None
+        free_blocks = step.num_free_blocks if step else hello.num_device_blocks if hello else 0
         yield _gauge("terazi_ready", "1 when requests can be served.", not not_ready_reasons(state))
         yield _gauge("terazi_inflight", "Requests in the engine.", state.engine.num_streams)
         yield _gauge("terazi_running", "Sequences in the latest step.", step.num_running if step else 0)
         yield _gauge("terazi_queued", "Sequences waiting after the latest step.", step.num_waiting if step else 0)
-        yield _gauge("terazi_free_blocks", "Free KV blocks on the device.", step.num_free_blocks if step else 0)
+        yield _gauge("terazi_free_blocks", "Free KV blocks on the device.", free_blocks)
         yield _gauge("terazi_reservations_outstanding", "Reservations not settled yet.", self._leases.outstanding())
         yield _gauge("terazi_journal_open", "Requests opened in the journal and not closed.", self._ledger.num_open)
         yield _gauge("terazi_ledger_backlog", "Ended requests whose rows are not in SQL yet.", self._ledger.backlog)

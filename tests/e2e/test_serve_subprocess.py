@@ -172,6 +172,36 @@ def test_admin_calls_and_metrics_need_the_token_and_are_not_public(running: Serv
     assert "trz-" not in metrics.text
 
 
+def metrics_of(server: Server) -> dict[str, float]:
+    """Samples of /metrics by name with labels."""
+    token = (server.data_dir / "admin.token").read_text().strip()
+    text = httpx.get(f"{server.info['admin_url']}/metrics", headers={"authorization": f"Bearer {token}"}).text
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+@pytest.mark.case("K76")
+def test_metrics_count_what_happened_and_gauges_return_to_zero(running: Server) -> None:
+    key = running.make_key("counted")
+    before = metrics_of(running)
+    client = client_of(running, key)
+    for _ in range(3):
+        client.completions.create(model="tiny-random", prompt="x", max_tokens=2, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x", max_tokens=2)
+    device_seconds = 'terazi_device_seconds_total{team="counted"}'
+    wait_until(lambda: device_seconds in metrics_of(running), "the engine's next sample")
+    after = metrics_of(running)
+    ended, refused = 'terazi_requests_total{outcome="ok"}', 'terazi_refusals_total{code="model_not_found"}'
+    assert after[ended] - before.get(ended, 0) == 3
+    assert after[refused] - before.get(refused, 0) == 1
+    assert after[device_seconds] > 0
+    for gauge in ("terazi_inflight", "terazi_running", "terazi_queued", "terazi_reservations_outstanding"):
+        assert after[gauge] == 0, gauge
+    assert all(value >= 0 for name, value in after.items() if "lag" not in name)
+    assert "trz-" not in "".join(after)
+
+
 @pytest.mark.case("D14")
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
 def test_default_host_answers_on_both_loopback_addresses(running: Server, host: str) -> None:

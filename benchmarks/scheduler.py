@@ -25,6 +25,9 @@ from policies.sequences import TeamTerms
 PROFILE = StepProfile(
     fixed_us=24_000, prefill_token_us=550, prefill_attention_us=0.05, decode_row_us=900, decode_context_us=1.2
 )
+PROMPT_MAX, OUTPUT_MEAN, OUTPUT_MAX = 600, 250, 1500  # tokens of a request
+TOKENS_MAX = PROMPT_MAX + OUTPUT_MAX
+TOKENS_MEAN = 700  # reserved by a request: prompt and max_tokens
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,10 @@ def measure(
 
     rng = random.Random(seed)
     config = EngineConfig(kind="sim", policy=policy_name, max_batch_size=slots)
-    tokens_mean = 700
-    blocks = (
-        slots * tokens_mean // config.block_size * (4 if short_of == "slots" else 1) * (3 if short_of == "slots" else 1)
-    )
-    if short_of == "blocks":
-        blocks = blocks // 2
+    if short_of == "slots":
+        num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # everybody fits
+    else:
+        num_blocks = slots // 2 * TOKENS_MEAN // config.block_size  # half the slots' worth
     policy = make_policy(
         policy_name,
         from_profile(
@@ -72,16 +73,16 @@ def measure(
     )
     clock = VirtualClock()
     runner = SimRunner(PROFILE, clock)
-    scheduler = Scheduler(config, policy, PROFILE, max(blocks, 256))
+    scheduler = Scheduler(config, policy, PROFILE, max(num_blocks, TOKENS_MAX // config.block_size + 1))
     policy.configure([TeamTerms(team, weight=(1, 2, 4)[team % 3], start_level=team % 3) for team in range(teams)], 0)
     serial = 0
 
     def refill() -> None:
         nonlocal serial
         while scheduler.num_live < queued + slots:
-            num_prompt = rng.randint(16, 600)
+            num_prompt = rng.randint(16, PROMPT_MAX)
             sampling = SamplingParams(
-                seed=serial, max_tokens=min(1500, 1 + int(rng.expovariate(1 / 250))), ignore_eos=True
+                seed=serial, max_tokens=min(OUTPUT_MAX, 1 + int(rng.expovariate(1 / OUTPUT_MEAN))), ignore_eos=True
             )
             request = Request(f"r{serial}", rng.randrange(teams), 0, (65,) * num_prompt, sampling, clock.now_us())
             scheduler.add(request, clock.now_us())

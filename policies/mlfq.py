@@ -123,7 +123,8 @@ class Levels:
                     self._demote(sequence)
             else:
                 left = sequence.prefill_work - sequence.attained
-                sequence.next_work = min(work, left) if left > 0 else work
+                # A chunk may have been cut short by the step's token budget; the next one is a whole one again.
+                sequence.next_work = min(max(work, self._chunk_work), left) if left > 0 else work
 
     def _demote(self, sequence: RankedSequence) -> None:
         queues = sequence.team.levels

@@ -160,7 +160,7 @@ class Reference:
         seq.attained += row.work_us
         if not row.has_generated:
             left = seq.prefill - seq.attained
-            seq.next_work = min(row.work_us, left) if left > 0 else row.work_us
+            seq.next_work = min(max(row.work_us, self.config.chunk_work_us), left) if left > 0 else row.work_us
             return
         seq.next_work = row.work_us if seq.generated else self.config.decode_work_us
         seq.generated = True

@@ -174,3 +174,33 @@ def test_expected_cost_follows_the_teams_own_recent_steps() -> None:
     meter_teams = policy._meter.teams
     assert meter_teams[0].expected_cost(1000) == pytest.approx(500, abs=10)
     assert meter_teams[1].expected_cost(1000) == pytest.approx(1000, abs=10)
+
+
+def test_a_chunk_cut_short_still_demands_a_whole_one() -> None:
+    """Team 0 (weight 3) had its first chunk cut to 10 us. Left out of a step of two pieces of 200 us, it could have
+    used a whole chunk of 400: its part is three quarters of the step, not the 200 of one largest piece.
+    """
+    policy = EgMlfq(PolicyConfig(theta_us=0, decode_work_us=100, chunk_work_us=400, step_cost_max_us=400))
+    policy.configure(terms(3, 1), 0)
+    policy.arrive(SequenceTerms(0, 0, 64, 0, 2000, 0, 0), 0)
+    for seq_id in (10, 11):
+        policy.arrive(SequenceTerms(seq_id, 1, 1, 0, 0, 0, 0), 0)
+
+    def step(*picks: tuple[int, int, bool]) -> int:
+        """Runs these (seq_id, work = cost, has_generated) and returns what team 0 was entitled to."""
+        before = policy.team_service()[0].entitled_us
+        waiting = {seq_id: (work, generated) for seq_id, work, generated in picks}
+        policy.begin(0)
+        served = []
+        while (seq_id := policy.best()) is not None:
+            if seq_id in waiting:
+                work, generated = waiting[seq_id]
+                policy.take(seq_id, work)
+                served.append(Served(seq_id, work, work, generated))
+            else:
+                policy.refuse(seq_id)
+        policy.settle(served, 0)
+        return policy.team_service()[0].entitled_us - before
+
+    step((0, 10, False))
+    assert step((10, 200, True), (11, 200, True)) == 300

@@ -56,6 +56,9 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
             raise CommandError(str(error), code="start_failed") from None
         except TenantError as error:
             raise CommandError(error.message, code=error.code) from None
+        except OSError as error:
+            # A full or failing disk: nothing of ours that a traceback would help with.
+            raise CommandError(f"{error.filename or settings.data_dir}: {error.strerror or error}") from None
         finally:
             lock.remove_server_info(settings.data_dir)
 
@@ -176,6 +179,8 @@ class _Server:
         stop_task = asyncio.create_task(self._stop.wait(), name="stop")
         info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
         lock.write_server_info(self._settings.data_dir, info)
+        if not self._as_json:
+            print(f"loading {self._settings.model} ...", flush=True)
         everything = {public_task, admin_task, engine_task, stop_task}
         try:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)

@@ -284,6 +284,28 @@ def test_alive_at_once_and_ready_only_with_the_engine(make_server: MakeServer) -
     wait_until(lambda: server.readyz() == 200, "ready after the engine's start")
 
 
+def test_sigterm_before_the_engine_is_there_ends_the_server_with_0(make_server: MakeServer) -> None:
+    server = make_server()
+    run = server.data_dir / "run"
+    run.mkdir(parents=True)
+    with (run / "engine.sock.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        server.start(until="listening")
+        assert server.stop() == 0
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("name", ["terazi.db", "pepper"])
+def test_a_damaged_file_is_one_clear_line(make_server: MakeServer, name: str) -> None:
+    server = make_server()
+    server.json("db", "upgrade")
+    (server.data_dir / name).write_bytes(b"this is not what was here before\n" * 200)
+    (server.data_dir / f"{name}-wal").unlink(missing_ok=True)
+    done = server.terazi("serve", "--engine", "sim", "--model", "tiny-random", "--port", "0", "--admin-port", "0")
+    assert done.returncode == 1
+    assert name in one_line(done)
+
+
 @pytest.mark.case("D05")
 def test_sigterm_lets_running_streams_finish(make_server: MakeServer) -> None:
     server = make_server().start()

@@ -1,5 +1,6 @@
 """Stop strings over decoded text: an Aho-Corasick automaton fed piece by piece, holding back as little as possible.
 
+Scope: everything the model generates, reasoning included, from the first token on (or the first after `min_tokens`).
 Text is matched, not token ids, because one stop string has many tokenisations. Of the text fed so far everything is
 released except the longest suffix that is still a live prefix of some stop string, so a stream without such a suffix
 has no added latency. The earliest end wins; of several stops that end together, the longest.

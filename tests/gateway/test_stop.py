@@ -54,6 +54,12 @@ def test_a_stop_inside_another_is_found_through_the_failure_link() -> None:
     assert feed_all(["abcd", "bc"], ["xabce"]) == (["xa", ""], True)
 
 
+@pytest.mark.case("K50")
+def test_the_scope_is_all_generated_text_also_the_thinking_part() -> None:
+    released, matched = feed_all(["Question:"], ["<think>", "Quest", "ion: why?", "</think>", "42"])
+    assert matched and "".join(released) == "<think>"
+
+
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher([""])

@@ -190,8 +190,10 @@ async def _answer_tenant_error(_: Request, error: Exception) -> Response:
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = dict(error.headers or {})
-        return _error_response(MethodNotAllowed(f"{request.method} is not allowed here.", headers=allowed))
+        # Starlette names the methods of the first route with this path; ours have one route for each method.
+        same_path = [route for route in request.app.routes if route.path_regex.match(request.url.path)]
+        allow = ", ".join(sorted(set().union(*(route.methods for route in same_path))))
+        return _error_response(MethodNotAllowed(f"{request.method} is not allowed here.", headers={"allow": allow}))
     return _error_response(NotFound(f"There is no {redact(request.url.path)!r} on the admin listener."))
 
 

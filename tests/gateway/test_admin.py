@@ -355,6 +355,7 @@ async def test_unknown_paths_methods_and_parameters_have_the_envelope(client: ht
     ]:
         answer = await client.request(method, path)
         assert (answer.status_code, error_of(answer)["code"]) == (status, code), path
+    assert (await client.delete(f"{V1}/teams")).headers["allow"] == "GET, HEAD, POST"
 
 
 @pytest.mark.case("S07")

@@ -15,9 +15,11 @@ import pytest
 from sqlalchemy import event, select
 
 from tenants import tables
-from tenants.errors import StoreUnavailable
+from tenants.clock import from_epoch_us
+from tenants.errors import LimitExceeded, StoreUnavailable
+from tenants.leases import Leases
 from tenants.ledger import Ledger, LedgerSettings, Progress, ServiceSampleRow, recent_use
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry, request_ids
+from tests.tenants.support import NOW_US, Clock, Store, closed_row, open_entry, request_ids
 
 pytestmark = pytest.mark.anyio
 QUICK = LedgerSettings(retry_seconds_first=0.001, retry_seconds_max=0.002, journal_fsync_interval_seconds=0.001)
@@ -258,6 +260,34 @@ async def test_a_full_database_stops_nobody_until_the_journal_is_full_and_then_r
     with sqlite3.connect(store.path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
+
+
+@pytest.mark.case("G26")
+async def test_admission_and_booking_do_not_wait_for_a_store_that_does(store: Store) -> None:
+    await store.team("search", requests_per_minute=60)
+    _, text = await store.key("search")
+    snapshot = await store.holder.reload()
+    blocker = sqlite3.connect(store.path, isolation_level=None)
+    async with running(store) as ledger:
+        blocker.execute("BEGIN IMMEDIATE")
+        book(ledger, "first")
+        await asyncio.sleep(0)
+        leases = Leases(Clock())
+        admitted = 0
+        for name in request_ids(100):  # plain calls: there is no await in which they could wait for SQL
+            who = snapshot.identify(text, from_epoch_us(NOW_US))
+            try:
+                reservation = leases.reserve_request(who)
+            except LimitExceeded:
+                continue
+            leases.reserve_tokens(reservation, 10)
+            book(ledger, name)
+            leases.settle(reservation, 7)
+            admitted += 1
+        assert (admitted, ledger.backlog) == (60, 61)
+        blocker.close()
+        await ledger.flush()
+    assert len(await store.ledger_rows()) == 61
 
 
 async def test_back_off_doubles_to_its_limit_and_starts_anew(store: Store) -> None:

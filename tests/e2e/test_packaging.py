@@ -40,8 +40,8 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=False, symlinks=True)
     site = next(home.glob("lib/python*/site-packages"))
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(home), "install", "-q"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
     # A .pth line appends the path, but runs no .pth files of that directory: the editable install stays out.
     (site / "third_party.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     yield home / "bin" / "python"
@@ -73,6 +73,12 @@ def test_serve_runs_from_the_installed_wheel(
     done = subprocess.run([fresh_python, "-c", where], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(fresh_python.parent.parent)) == 3
+
+    help_text = subprocess.run(
+        [fresh_python.with_name("terazi"), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert help_text.returncode == 0, help_text.stderr
+    assert "quota" in help_text.stdout
 
     monkeypatch.setattr("tests.e2e.server.sys.executable", str(fresh_python))
     monkeypatch.chdir(tmp_path)

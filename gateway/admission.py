@@ -73,13 +73,11 @@ def limit_error(error: LimitExceeded) -> GatewayError:
     if error.never_fits and error.limit == "tokens":
         message += " A request reserves its prompt and its 'max_tokens'; send a smaller 'max_tokens'."
     details = {"scope": error.scope, "limit": error.hard, "used": error.used, "requested": error.requested}
-    headers = {"x-terazi-scope": error.scope}
     kind = RateLimited if error.limit in ("requests", "tokens", "concurrent_limit") else QuotaSpent
     refusal = kind(
         message,
         code=error.code,
         details=details,
-        headers=headers,
         retry_after_seconds=error.retry_after_seconds,
     )
     if error.never_fits:  # the same request can never pass
@@ -145,5 +143,4 @@ def queue_timeout(seconds: int) -> Overloaded:
         f"The request did not start within {seconds} s, the longest its tier waits.",
         code="queue_timeout",
         retry_after_seconds=10,
-        headers={"x-terazi-scope": "global"},
     )

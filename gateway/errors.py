@@ -170,9 +170,11 @@ class Retryable(GatewayError):
     """A refusal that may end by itself: always says when to try again."""
 
     should_retry = True
+    scope = "team"  # whose limit it is; "global" is the server's
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
+        self.details.setdefault("scope", self.scope)
         self.retry_after_seconds = max(1, math.ceil(retry_after_seconds))
 
     def headers(self) -> dict[str, str]:
@@ -181,6 +183,7 @@ class Retryable(GatewayError):
             **super().headers(),
             "retry-after": str(seconds),
             "retry-after-ms": str(seconds * 1000),
+            "x-terazi-scope": str(self.details["scope"]),
             "x-should-retry": "true" if self.should_retry else "false",
         }
 
@@ -208,6 +211,7 @@ class Overloaded(Retryable):
     status = 429
     type = "overloaded_error"
     default_code = "queue_full"
+    scope = "global"
 
 
 class Unavailable(Retryable):
@@ -216,6 +220,7 @@ class Unavailable(Retryable):
     status = 503
     type = "service_unavailable"
     default_code = "no_capacity"
+    scope = "global"
 
 
 class EngineDied(Unavailable):

@@ -280,6 +280,7 @@ async def test_a_queue_timeout_before_the_headers_is_a_429_and_gives_the_request
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "queue_timeout"
         assert int(response.headers["retry-after"]) >= 1 and "x-ratelimit-limit-requests" in response.headers
+        assert response.headers["x-terazi-scope"] == response.json()["error"]["terazi"]["scope"] == "global"
         assert g.ledger.rows[0].outcome == "timeout" and g.ledger.rows[0].started_at_us is None
         assert g.state.leases.totals(1).released_requests == 1
 

@@ -120,7 +120,7 @@ def engine_command(
     engine: Engine = None,
     as_json: Json = False,
 ) -> None:
-    """Run an engine alone; it outlives the gateways that connect to it. Ends by SIGKILL or SIGQUIT only."""
+    """Run an engine alone; it outlives the gateways that connect to it. Ignores SIGINT and SIGTERM."""
     with reporting(as_json):
         settings = _settings(
             config,
@@ -135,11 +135,10 @@ def engine_command(
         )
         import msgspec
 
-        from gateway.engine_process import engine_config
+        from gateway.engine_process import COMMAND, engine_config
 
         document = msgspec.json.encode(engine_config(settings)).decode()
-        command = [sys.executable, "-m", "engine.service", "--socket", str(listen.absolute()), "--config", document]
-        os.execv(sys.executable, command)
+        os.execv(sys.executable, [*COMMAND, "--socket", str(listen.absolute()), "--config", document])
 
 
 @app.command()

@@ -22,7 +22,8 @@ from gateway.settings import Settings
 
 _log = logging.getLogger("terazi.engine")
 
-COMMAND = (sys.executable, "-m", "engine.service")
+# -P: a folder called `engine` where the server was started must not take the place of ours.
+COMMAND = (sys.executable, "-P", "-m", "engine.service")
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
 _TAIL_LINES = 20

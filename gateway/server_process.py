@@ -30,7 +30,7 @@ class ServerProcess:
 
     def __enter__(self) -> "ServerProcess":
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
         command += ["--port", "0", "--admin-port", "0", *self._options]
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

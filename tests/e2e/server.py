@@ -49,12 +49,17 @@ class Server:
     def start(self, *options: str, until: str = "ready", max_files: int = 0) -> "Server":
         """Start and wait until it is ready (or only until it listens), with at most `max_files` open files."""
         command = ["prlimit", f"--nofile={max_files}:{max_files}"] if max_files else []
-        command += [sys.executable, "-m", "gateway.cli", "serve", "--engine", "sim", "--model", "tiny-random"]
+        command += [sys.executable, "-P", "-m", "gateway.cli", "serve", "--engine", "sim", "--model", "tiny-random"]
         command += ["--port", "0", "--admin-port", "0", *options]
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         with self._out.open("ab") as out, self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log
+                command,
+                env=self.environment,
+                cwd=self.data_dir.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
             )
         wait_until(lambda: self._info() is not None or self.process_has_ended, "the server listens")
         if until == "ready":
@@ -119,7 +124,7 @@ class Server:
 
     def terazi(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command on this data directory."""
-        command = [sys.executable, "-m", "gateway.cli", *arguments]
+        command = [sys.executable, "-P", "-m", "gateway.cli", *arguments]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
 
     def json(self, *arguments: str) -> Any:

@@ -22,7 +22,7 @@ def write_trace(path: Path, teams: list[str]) -> Path:
 
 
 def demo(tmp_path: Path, cache_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gateway.cli", "demo", "--engine", "sim", "--model", "tiny-random"]
+    command = [sys.executable, "-P", "-m", "gateway.cli", "demo", "--engine", "sim", "--model", "tiny-random"]
     environment = Server(tmp_path / "unused", cache_dir).environment
     return subprocess.run(
         [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110

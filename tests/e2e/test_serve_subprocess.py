@@ -404,7 +404,10 @@ def test_without_a_server_commands_write_under_the_lock_and_a_server_sees_it(mak
         client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
 
 
-def test_a_data_directory_too_long_for_a_socket_still_serves(make_server: MakeServer) -> None:
+def test_a_long_data_directory_and_folders_named_like_ours_do_no_harm(make_server: MakeServer, tmp_path: Path) -> None:
+    for name in ("engine", "gateway", "tenants"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong folder')")
     server = make_server("d" * 120).start()
     key = server.make_key()
     assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
@@ -414,7 +417,7 @@ def test_a_data_directory_too_long_for_a_socket_still_serves(make_server: MakeSe
 def test_an_engine_of_its_own_outlives_the_gateways(make_server: MakeServer, tmp_path: Path) -> None:
     server = make_server()
     path = tmp_path / "e.sock"
-    command = [sys.executable, "-m", "gateway.cli", "engine", "--listen", str(path)]
+    command = [sys.executable, "-P", "-m", "gateway.cli", "engine", "--listen", str(path)]
     command += ["--engine", "sim", "--model", "tiny-random", "--max-batch-size", "3"]
     with (tmp_path / "engine.log").open("wb") as log:
         engine = subprocess.Popen(command, env=server.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

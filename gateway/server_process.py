@@ -31,7 +31,8 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
-        command += ["--port", "0", "--admin-port", "0", *self._options]
+        # A short drain: it matters only when the caller is interrupted in the middle of a run.
+        command += ["--port", "0", "--admin-port", "0", "--drain-timeout", "5s", *self._options]
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -82,7 +82,7 @@ class Ledger:
         self._idle.set()
         self._writer: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._has_failed = False
         self.num_failures = 0  # SQL transactions that failed
         self.num_rejected = 0  # rows the database can never take; kept in rejected.jsonl
@@ -116,7 +116,7 @@ class Ledger:
     async def stop(self) -> None:
         """Write what is left to SQL; what SQL refuses stays in the journal for the next start."""
         assert self._writer is not None and self._syncer is not None, "the ledger was not started"
-        self._is_stopping = True
+        self._stopping.set()
         self._wake.set()
         try:
             await self._writer
@@ -196,7 +196,7 @@ class Ledger:
         while True:
             if not self._rows and not self._samples:
                 self._idle.set()
-                if self._is_stopping:
+                if self._stopping.is_set():
                     return
                 self._wake.clear()
                 await self._wake.wait()
@@ -208,15 +208,25 @@ class Ledger:
                 if not self._has_failed:  # once for each outage, not for each try
                     _log.error("the database does not take ledger rows, they stay in the journal: %s", error)
                 self._has_failed = True
-                if self._is_stopping:
+                if self._stopping.is_set():
                     return
-                await self._sleep(wait)
+                await self._back_off(wait)
                 wait = min(wait * 2, self._settings.retry_seconds_max)
             else:
                 if self._has_failed:
                     _log.info("the database takes ledger rows again")
                 self._has_failed = False
                 wait = self._settings.retry_seconds_first
+
+    async def _back_off(self, seconds: float) -> None:
+        """Wait, but not while a stop waits for us."""
+        both = [asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._stopping.wait())]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in both:
+                one.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
 
     async def _write_batch(self) -> None:
         size = self._settings.batch_rows_max
@@ -270,10 +280,9 @@ class Ledger:
             try:
                 for fd in fds:
                     await asyncio.to_thread(sync_and_close, fd)
-            except OSError as error:
-                _log.error("the journal cannot be synced: %s", error)
-            else:
                 self._journal.synced(mark)
+            except OSError as error:  # tried again with the next lines; until then the old segments stay
+                _log.error("the journal cannot be synced: %s", error)
 
 
 def lost_row(entry: OpenEntry, progress: Progress | None, now_us: int) -> LedgerRow:

@@ -342,6 +342,20 @@ async def test_a_stop_while_the_database_fails_leaves_the_rows_for_the_next_star
         assert len(await store.ledger_rows()) == 30
 
 
+async def test_a_stop_does_not_sit_out_the_back_off(store: Store) -> None:
+    outage = Outage(store)
+
+    async def never(_: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async with running(store, sleep=never) as ledger:
+        outage.begin()
+        book(ledger, "a")
+        await until(lambda: ledger.is_failing)
+        outage.end()
+    assert [row["request_id"] for row in await store.ledger_rows()] == ["a"]
+
+
 async def test_a_row_the_database_can_never_take_does_not_hold_up_the_others(store: Store) -> None:
     async with running(store) as ledger:
         book(ledger, "before")

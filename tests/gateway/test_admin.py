@@ -501,6 +501,17 @@ async def test_writes_that_cross_leave_the_newest_snapshot(client: httpx.AsyncCl
     assert len([line for line in await trail(store) if line["action"] == "tier.update"]) == 20
 
 
+@pytest.mark.case("S16")
+async def test_nobody_chooses_a_key(client: httpx.AsyncClient, store: Store) -> None:
+    await store.team("search")
+    for field in ("key", "secret", "id", "public_id"):
+        answer = await client.post(f"{V1}/teams/search/keys", json={field: "password"})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+    assert (await client.get(f"{V1}/keys")).json()["data"] == []
+    drawn = [(await client.post(f"{V1}/teams/search/keys")).json()["key"] for _ in range(3)]
+    assert len({key[-49:] for key in drawn}) == 3
+
+
 async def test_an_unknown_key_stays_unknown(client: httpx.AsyncClient, store: Store) -> None:
     from tenants import key_format
 

@@ -80,10 +80,10 @@ def prepare(model: str, cache_dir: str = "") -> StoredModel:
     if model == SMOLLM2:
         return _built_in(SMOLLM2, GGUF_SHA256, cache_dir, _convert_smollm2, source_check=_check_gguf)
     if model == TINY:
-        from engine.tiny import SEED, write_tiny_model
+        from engine import tiny
 
-        key = hashlib.sha256(f"tiny-random {SEED}".encode()).hexdigest()
-        return _built_in(TINY, key, cache_dir, lambda target: write_tiny_model(target))
+        key = file_sha256(Path(tiny.__file__))  # its source is the code that makes it
+        return _built_in(TINY, key, cache_dir, tiny.write_tiny_model)
     path = Path(model).expanduser()
     if not path.is_dir():
         names = ", ".join(BUILT_IN_MODELS)

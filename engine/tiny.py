@@ -22,7 +22,9 @@ CONTEXT_LEN = 2048
 TEXT = """the scales weigh what each team was given and what each team was owed and a short answer does not wait behind
 a long one when many teams share one machine the work of every step is written down and paid for by the team that caused
 it a request enters the gateway with a key and leaves with tokens and one row in the ledger system user assistant hello
-world in between it waits runs pauses and runs again but the words it gets are the same as if it had been alone"""
+world in between it waits runs pauses and runs again but the words it gets are the same as if it had been alone
+please explain write list describe tell me about what which where why how would could should number colour story
+question answer because before after between never always people water light music morning window garden"""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -1,7 +1,7 @@
 """Random schedules for a TorchRunner, built straight as StepPlans: what a scheduler might do, and worse.
 
 Sequences are paused and resumed at will (their KV stays), prompts are cut at random places, blocks are handed out in
-random order and reused as soon as a sequence ends. The tests compare tokens and logits with the same requests run alone.
+random order and reused as soon as a sequence ends. The tests compare tokens and logits with the same jobs run alone.
 """
 
 import hashlib

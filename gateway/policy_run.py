@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.sim.simulate import isolated_us
 from engine.sim.workload import TraceRequest
 from gateway.admin_client import AdminClient, open_admin
+from gateway.render import CommandError
 from gateway.replay import Outcome, Target, describe, replay, summarise
 from gateway.reports_reader import open_reports
 from gateway.server_process import ServerProcess
@@ -52,8 +53,12 @@ async def ask(server: ServerProcess, key: str, model: str, question: str) -> str
 
     body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 48, "temperature": 0}
     async with httpx.AsyncClient(base_url=server.info["url"], timeout=120.0, trust_env=False) as client:
-        answer = await client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
-    answer.raise_for_status()
+        try:
+            answer = await client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        except httpx.HTTPError as error:
+            raise CommandError(f"the model did not answer: {error!r}") from None
+    if answer.status_code != 200:
+        raise CommandError(f"the model did not answer: HTTP {answer.status_code} {answer.text[:300]}")
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
@@ -80,12 +85,12 @@ def run_policy(
     serve_options = ["--policy", policy, "--engine", options.engine, "--model", options.model]
     with ServerProcess(data_dir, [*serve_options, "--max-batch-size", options.max_batch_size]) as server:
         answer, outcomes, status = asyncio.run(play(server))
-    return _document(policy, rows, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams)
+    return _document(policy, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams)
 
 
 async def _reports(data_dir: Path) -> dict[str, Any]:
     """What the ledger and the service samples say once the server has stopped."""
-    async with open_reports(data_dir) as reports:
+    async with open_reports(data_dir, environment={}) as reports:
         return {"usage": await reports.usage(), "fairness": await reports.fairness(), "series": await reports.series()}
 
 
@@ -102,7 +107,6 @@ def _from_zero(series: dict[str, Any]) -> dict[str, Any]:
 
 def _document(
     policy: str,
-    rows: Sequence[TraceRequest],
     outcomes: Sequence[Outcome],
     answer: str,
     status: dict[str, Any],

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,16 @@ class Reports:
 
 @contextlib.asynccontextmanager
 async def open_reports(
-    data_dir: Path, from_text: str | None = None, to_text: str | None = None
+    data_dir: Path,
+    from_text: str | None = None,
+    to_text: str | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
 ) -> AsyncIterator[Reports]:
     """Raises CommandError for a store that is not there, cannot be read or is of another version, or a bad period."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    url = load({"data_dir": data_dir}, os.environ).database_url
+    url = load({"data_dir": data_dir}, environment).database_url
     try:
         path = sqlite_path(url)
         # Opening a missing SQLite file would make an empty one.

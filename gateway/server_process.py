@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import os
 import signal
 import subprocess
 import sys
@@ -34,7 +35,9 @@ class ServerProcess:
         # A short drain: it matters only when the caller is interrupted in the middle of a run.
         command += ["--port", "0", "--admin-port", "0", "--drain-timeout", "5s", *self._options]
         with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment()
+            )
         try:
             self._wait_ready()
         except BaseException:
@@ -88,3 +91,9 @@ class ServerProcess:
             return connection.getresponse().status == 200
         connection.close()
         return False
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without the settings of the operator's own server: its database above all."""
+    kept = ("TERAZI_CACHE_DIR", "TERAZI_NUM_THREADS", "TERAZI_DTYPE", "TERAZI_DEVICE")
+    return {name: value for name, value in os.environ.items() if not name.startswith("TERAZI_") or name in kept}

@@ -23,7 +23,8 @@ def write_trace(path: Path, teams: list[str]) -> Path:
 
 def demo(tmp_path: Path, cache_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "gateway.cli", "demo", "--engine", "sim", "--model", "tiny-random"]
-    environment = Server(tmp_path / "unused", cache_dir).environment
+    # A setting of the operator's own server must not reach the demo's.
+    environment = {**Server(tmp_path / "unused", cache_dir).environment, "TERAZI_STORE_URL": "postgresql://nowhere/x"}
     return subprocess.run(
         [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
     )

@@ -1,4 +1,4 @@
-"""The step profile: the fit recovers what made the times, keeps no negative part, and is read back only when it fits."""
+"""The step profile: the fit recovers what made the times, no part is negative, and a kept one must fit its key."""
 
 import json
 from dataclasses import astuple, replace

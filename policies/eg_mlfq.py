@@ -85,22 +85,32 @@ class EgMlfq(MeteredPolicy):
         self._advance(team)
 
     def refuse(self, seq_id: int) -> None:
-        sequence = self._eligible[0][3]
+        eligible = self._eligible
+        sequence = eligible[0][3]
         assert sequence.seq_id == seq_id, f"refused {seq_id}, best was {sequence.seq_id}"
         team = sequence.team
-        was_able = team.num_live > team.num_refused
-        self._book_refused(sequence)
-        if was_able and team.num_live == team.num_refused:
-            self._is_stale = True
-        self._advance(team)
+        if not sequence.is_refused:
+            self._book_refused(sequence)
+            if team.num_live == team.num_refused:
+                self._is_stale = True
+        following = self._following(team)
+        if following is None:
+            heappop(eligible)
+            if not eligible:
+                self._is_stale = True
+            return
+        # When blocks are short, whole queues are refused one after the other. The team's lag has not grown, so its next
+        # candidate nearly always stays on top, and comparing it with the two below is all that is needed.
+        entry = (following.level, team.lag, following.place, following)
+        size = len(eligible)
+        if (size < 2 or entry < eligible[1]) and (size < 3 or entry < eligible[2]):
+            eligible[0] = entry
+        else:
+            heapreplace(eligible, entry)
 
     def _advance(self, team: TeamShare) -> None:
-        """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate."""
-        walk = self._walks.get(team)
-        if walk is None:
-            walk = self._walks[team] = team.levels.walk()
-            next(walk)
-        following = next(walk, None)
+        """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate, on its side of the gate."""
+        following = self._following(team)
         eligible = self._eligible
         if following is None:
             heappop(eligible)
@@ -112,6 +122,14 @@ class EgMlfq(MeteredPolicy):
             heappush(self._gated, (team.lag, following.place, following))
         if not eligible:
             self._is_stale = True
+
+    def _following(self, team: TeamShare) -> RankedSequence | None:
+        """The candidate of `team` after its last one in this step."""
+        walk = self._walks.get(team)
+        if walk is None:
+            walk = self._walks[team] = team.levels.walk()
+            next(walk)
+        return next(walk, None)
 
     def _regate(self) -> None:
         """Work out the limit and move candidates to the side of the gate where they belong."""

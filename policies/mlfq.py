@@ -53,7 +53,10 @@ class RankedSequence:
 
 
 class LevelQueues:
-    """One team's sequences by (level, place). `head` is the first of them, None when there are none."""
+    """One team's sequences by (level, place). `head` is the first of them, None when there are none.
+
+    Everything that orders a team's own sequences is in here: a lane above level 0 is one more queue in front.
+    """
 
     __slots__ = ("head", "queues")
 

@@ -148,9 +148,8 @@ class _Server:
                     flush=self._store.ledger.flush,
                 )
             )
-            files = raise_file_limit()
-            _log.info("listening", extra={"url": self._announcement.url, "open_files_limit": files})
-            public = self._server(public_app(self._state), max(1, files - RESERVED_FILES))
+            self._files = raise_file_limit()
+            public = self._server(public_app(self._state), max(1, self._files - RESERVED_FILES))
             admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX)
             await self._serve(public, public_sockets, admin, admin_sockets)
 
@@ -221,7 +220,8 @@ class _Server:
             except (OSError, ValueError) as error:
                 raise EngineStartError(f"the tokenizer of {hello.model.path} cannot be used: {error}") from error
             await self._announce(hello.model.name)
-        _log.info("engine ready", extra={"engine": hello.engine_id, "epoch": hello.epoch, "model": hello.model.name})
+        about = {"engine": hello.engine_id, "epoch": hello.epoch, "model": hello.model.name}
+        _log.info("engine ready", extra={**about, "url": self._announcement.url, "open_files_limit": self._files})
 
     async def _announce(self, model: str) -> None:
         if self._quickstart:

@@ -284,14 +284,16 @@ def test_alive_at_once_and_ready_only_with_the_engine(make_server: MakeServer) -
     wait_until(lambda: server.readyz() == 200, "ready after the engine's start")
 
 
-def test_sigterm_before_the_engine_is_there_ends_the_server_with_0(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_engine_is_there_ends_the_server_with_0(make_server: MakeServer, number: int) -> None:
     server = make_server()
     run = server.data_dir / "run"
     run.mkdir(parents=True)
     with (run / "engine.sock.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         server.start(until="listening")
-        assert server.stop() == 0
+        os.kill(server.info["pid"], number)
+        assert server.wait() == 0
     assert "Traceback" not in server.log
 
 

@@ -168,6 +168,16 @@ def test_db_upgrade_makes_the_schema_and_reports_read_it_without_the_lock(tmp_pa
     assert run(tmp_path, "fairness", "report", "--format", "json").stdout.startswith("{")
 
 
+@pytest.mark.parametrize("content", [b"", b"not a database at all" * 100])
+def test_a_report_of_a_strange_database_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "terazi.db").write_bytes(content)
+    for command in (["usage", "report"], ["fairness", "report"]):
+        done = run(tmp_path, *command)
+        assert done.exit_code == 1
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "the database cannot be read" in done.stderr
+
+
 def test_simulate_is_the_same_twice_and_compares_policies(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"t": i * 0.01, "team": "ab"[i % 2], "prompt_tokens": 8, "output_tokens": 4 + i} for i in range(12)]

@@ -50,8 +50,9 @@ class ServerProcess:
 
     @property
     def host(self) -> str:
-        """Host of the OpenAI routes."""
-        return urlsplit(self.info["url"]).hostname or "127.0.0.1"
+        """Address of the OpenAI routes; no name, so that a load generator looks nothing up."""
+        host = urlsplit(self.info["url"]).hostname or "localhost"
+        return "127.0.0.1" if host == "localhost" else host
 
     @property
     def port(self) -> int:

@@ -48,9 +48,9 @@ class EgMlfq(MeteredPolicy):
         planned = self._planned
         self._walks = {}
         self._gated = []
+        self._is_stale = False
         heads = [head for team in planned if (head := team.levels.head) is not None]
         if self._meter.theta is None:
-            self._is_stale = False
             self._eligible = [(head.level, head.team.lag, head.place, head) for head in heads]
             heapify(self._eligible)
             return
@@ -63,7 +63,6 @@ class EgMlfq(MeteredPolicy):
         if len(self._eligible) < len(heads):
             self._gated = [(lag, head.place, head) for head in heads if (lag := head.team.lag) > limit]
             heapify(self._gated)
-        self._is_stale = not self._eligible
 
     def best(self) -> int | None:
         """The candidate to try next. Repeating the question gives the same answer."""

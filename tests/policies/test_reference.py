@@ -4,6 +4,8 @@ The unit of fairness is a team's lag D. The naive policy (`tests.policies.refere
 computes in fractions.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,18 @@ def same_schedule(scenario: Scenario, steps: int = 60) -> None:
 def test_same_schedule_on_full_workloads(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         same_schedule(random_scenario(seed))
+
+
+@pytest.mark.parametrize("hundred", range(3))
+def test_same_schedule_through_outages(hundred: int) -> None:
+    """In every second step there is room for nobody, then for all but team 0: all teams turn unable and able again."""
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        scenario = replace(random_scenario(2 * seed), slots=4)
+        fast, slow = scenario.driver(), scenario.driver(instance=Reference(scenario.settings()))
+        for step in range(60):
+            fast.has_room = slow.has_room = lambda job, step=step: step % 2 == 1 and job.team > 0
+            assert fast.step() == slow.step()
+            assert fast.policy.lags() == slow.policy.lags()
 
 
 @settings(EXACT, max_examples=100)

@@ -81,7 +81,8 @@ class Sequence:
     first_token_us: int | None = None
     ended_us: int | None = None
     num_preemptions: int = 0
-    num_refusals: int = 0  # steps in which it was tried and its blocks did not fit
+    num_refusals: int = 0  # steps in which it was refused by itself: its blocks did not fit
+    num_closed_before: int = 0  # the scheduler's count of closed steps when it came
     finish_reason: FinishReason | None = None
     error: str = ""  # why, for the reason "error"
 

@@ -12,6 +12,8 @@ and does no I/O: the same calls give the same plans.
   blocks of its prompt and clamped max tokens fit beside the same sum over all started ones. Growth then never fails.
 * **Reservation** (docs/scheduling.md). The first sequence refused more than 16 times holds the one reservation until
   it fits; others start only beside it. One holder cannot deadlock, and a large head cannot starve behind small ones.
+* **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
+  than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
 """
 
 import heapq
@@ -63,11 +65,13 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(num_device_blocks)
-        self.num_waiting = 0  # sequences without a first step
         self._config = config
         self._profile = profile
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, Sequence] = {}
+        self._waiting: dict[int, Sequence] = {}  # without a first step, in order of arrival
+        self._needs: list[tuple[int, int]] = []  # heap of (num_blocks_max, seq_id), also of sequences long started
+        self._num_closed = 0  # steps in which nothing new fitted
         self._ran_last: list[Sequence] = []
         self._num_committed = 0  # blocks that started sequences hold or may still need
         self._holder: Sequence | None = None  # of the reservation
@@ -89,6 +93,11 @@ class Scheduler:
     def num_steps(self) -> int:
         """Steps planned so far; the last one's id is one less."""
         return self._next_step_id
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a first step."""
+        return len(self._waiting)
 
     @property
     def reserved_for(self) -> int | None:
@@ -119,7 +128,9 @@ class Scheduler:
         sequence = Sequence(seq_id, request, BlockTable(self.pool, block_size), num_blocks_max, level)
         sequence.level_path.append(level)
         self._sequences[seq_id] = sequence
-        self.num_waiting += 1
+        sequence.num_closed_before = self._num_closed
+        self._waiting[seq_id] = sequence
+        heapq.heappush(self._needs, (num_blocks_max, seq_id))
         if request.start_by_us is not None:
             heapq.heappush(self._deadlines, (request.start_by_us, seq_id))
         return sequence
@@ -140,12 +151,12 @@ class Scheduler:
         expired: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= now_us:
             _, seq_id = heapq.heappop(self._deadlines)
-            sequence = self._sequences.get(seq_id)
-            if sequence is not None and sequence.status is Status.WAITING:
+            sequence = self._waiting.get(seq_id)
+            if sequence is not None:
                 self._finish(sequence, "timeout", now_us)
                 expired.append(sequence)
         if len(self._deadlines) > 2 * self.num_waiting + 64:
-            self._deadlines = [entry for entry in self._deadlines if self._is_waiting(entry[1])]
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._waiting]
             heapq.heapify(self._deadlines)
         return expired
 
@@ -164,13 +175,17 @@ class Scheduler:
         marginals_us: list[float] = []
 
         policy.begin(now_us)
+        refused: list[Sequence] = []
+        is_closed = self._close(refused)
         while slots_left and tokens_left:
             seq_id = best()
             if seq_id is None:
                 break
             sequence = self._sequences[seq_id]
-            if sequence.status is Status.WAITING and not self._try_start(sequence, now_us):
+            is_new = sequence.status is Status.WAITING
+            if is_new and not self._try_start(sequence, now_us):
                 policy.refuse(seq_id)
+                refused.append(sequence)
                 continue
             request, output = sequence.request, sequence.output_token_ids
             start = sequence.num_computed
@@ -196,6 +211,8 @@ class Scheduler:
             )
             tokens_left -= end - start
             slots_left -= 1
+            if is_new and not is_closed:
+                is_closed = self._close(refused)
 
         self._change_slots(picked)
         if not rows:
@@ -263,19 +280,42 @@ class Scheduler:
         chunk = self._config.prefill_chunk_tokens
         return min(num_prompt, (start // chunk + 1) * chunk, start + tokens_left)
 
+    def _close(self, refused: list[Sequence]) -> bool:
+        """Refuse all new sequences at once when not even the smallest fits. This step has `refused` some before."""
+        needs = self._needs
+        while needs and needs[0][1] not in self._waiting:
+            heapq.heappop(needs)
+        room = self.pool.num_blocks - self._num_committed
+        if not needs or needs[0][0] <= room - (self._holder.num_blocks_max if self._holder is not None else 0):
+            return False
+        if self._holder is not None and self._holder.num_blocks_max <= room:
+            return False
+        self.policy.refuse_new()
+        self._num_closed += 1
+        for sequence in refused:
+            sequence.num_refusals -= 1  # a step counts once
+        if self._holder is None:
+            self._reserve_for(next(iter(self._waiting.values())))
+        return True
+
+    def _reserve_for(self, sequence: Sequence) -> None:
+        """Give the free reservation to a sequence that was refused often enough."""
+        if sequence.num_refusals + self._num_closed - sequence.num_closed_before > REFUSALS_BEFORE_RESERVATION:
+            self._holder = sequence
+
     def _try_start(self, sequence: Sequence, now_us: int) -> bool:
         """Let a waiting sequence start if its blocks fit beside all started ones and the reservation."""
         holder = self._holder
         num_reserved = holder.num_blocks_max if holder is not None and holder is not sequence else 0
         if self._num_committed + num_reserved + sequence.num_blocks_max > self.pool.num_blocks:
             sequence.num_refusals += 1
-            if holder is None and sequence.num_refusals > REFUSALS_BEFORE_RESERVATION:
-                self._holder = sequence
+            if holder is None:
+                self._reserve_for(sequence)
             return False
         if holder is sequence:
             self._holder = None
         self._num_committed += sequence.num_blocks_max
-        self.num_waiting -= 1
+        del self._waiting[sequence.seq_id]
         sequence.first_step_us = now_us
         sequence.move_to(Status.RUNNING)
         return True
@@ -304,7 +344,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now_us: int) -> None:
         if sequence.status is Status.WAITING:
-            self.num_waiting -= 1
+            del self._waiting[sequence.seq_id]
         else:
             self._num_committed -= sequence.num_blocks_max
         if self._holder is sequence:
@@ -315,7 +355,3 @@ class Scheduler:
         sequence.table.release()
         del self._sequences[sequence.seq_id]
         self.policy.leave(sequence.seq_id, now_us)
-
-    def _is_waiting(self, seq_id: int) -> bool:
-        sequence = self._sequences.get(seq_id)
-        return sequence is not None and sequence.status is Status.WAITING

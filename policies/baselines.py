@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
-from policies.mlfq import RankedSequence
+from policies.mlfq import RankedSequence, was_taken
 from policies.sequences import SequenceTerms
 
 
@@ -43,6 +43,12 @@ class Fcfs(MeteredPolicy):
 
     def refuse(self, seq_id: int) -> None:
         self._book_refused(self._pop(seq_id))
+
+    def refuse_new(self) -> None:
+        super().refuse_new()
+        self._walk = filter(was_taken, self._walk)
+        if self._top is not None and not self._top.step:
+            self._top = next(self._walk, None)
 
     def leave(self, seq_id: int, now_us: int) -> None:
         sequence = self._sequences[seq_id]

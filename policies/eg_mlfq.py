@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
-from policies.mlfq import RankedSequence
+from policies.mlfq import RankedSequence, was_taken
 from policies.shares import TeamShare
 
 
@@ -106,6 +106,32 @@ class EgMlfq(MeteredPolicy):
             eligible[0] = entry
         else:
             heapreplace(eligible, entry)
+
+    def refuse_new(self) -> None:
+        super().refuse_new()
+        heads: list[RankedSequence] = []
+        for head in [*(entry[3] for entry in self._eligible), *(entry[2] for entry in self._gated)]:
+            team = head.team
+            if team.num_started == 0:
+                continue
+            walk = self._walks.get(team)
+            following: RankedSequence | None
+            if walk is None:  # `head` is still the first of its walk
+                walk = filter(was_taken, team.levels.walk())
+                following = next(walk, None)
+            else:
+                walk = filter(was_taken, walk)
+                following = head if head.step else next(walk, None)
+            self._walks[team] = walk
+            if following is not None:
+                heads.append(following)
+        limit = self._limit
+        is_gated = self._meter.theta is not None
+        self._eligible = [(h.level, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit]
+        self._gated = [(h.team.lag, h.place, h) for h in heads if is_gated and h.team.lag > limit]
+        heapify(self._eligible)
+        heapify(self._gated)
+        self._is_stale = True
 
     def _advance(self, team: TeamShare) -> None:
         """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate, on its side of the gate."""

@@ -25,6 +25,7 @@ class MeteredPolicy:
         self._planned: list[TeamShare] = []  # teams active when the step was planned
         self._taken: list[TeamShare] = []  # teams with sequences in the latest step
         self._is_settled = True
+        self._fresh: dict[RankedSequence, None] = {}  # never taken, and not known to be refused
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         """Replace the table of teams. Raises ValueError for weights that are not positive integers."""
@@ -44,6 +45,7 @@ class MeteredPolicy:
         start_level = max(sequence.start_level, team.terms.start_level)
         ranked = self._levels.admit(sequence.seq_id, team, sequence.prefill_work_us, start_level)
         self._sequences[sequence.seq_id] = ranked
+        self._fresh[ranked] = None
         self._meter.enter(team)
         return ranked.level
 
@@ -60,6 +62,9 @@ class MeteredPolicy:
     def _book_taken(self, sequence: RankedSequence, work_us: int) -> None:
         """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""
         team = sequence.team
+        if sequence.step == 0:
+            team.num_started += 1
+            self._fresh.pop(sequence, None)
         sequence.step = self._step
         if team.num_taken == 0:
             self._taken.append(team)
@@ -72,8 +77,14 @@ class MeteredPolicy:
             team.num_refused -= 1
             self._meter.num_refused -= 1
 
+    def refuse_new(self) -> None:
+        """Book every sequence that was never taken as refused. Costs only what has arrived since the last such call."""
+        for sequence in list(self._fresh):
+            self._book_refused(sequence)
+
     def _book_refused(self, sequence: RankedSequence) -> None:
         if not sequence.is_refused:
+            self._fresh.pop(sequence, None)
             sequence.is_refused = True
             sequence.team.num_refused += 1
             self._meter.num_refused += 1
@@ -105,6 +116,9 @@ class MeteredPolicy:
         sequence = self._sequences.pop(seq_id)
         team = sequence.team
         team.levels.remove(sequence)
+        self._fresh.pop(sequence, None)
+        if sequence.step:
+            team.num_started -= 1
         if sequence.step == self._step:
             team.num_taken -= 1
         if sequence.is_refused:

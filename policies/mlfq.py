@@ -10,6 +10,7 @@ by construction: joining, leaving and demotion are O(1), and nothing is ever sor
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from policies.config import PolicyConfig
@@ -50,6 +51,9 @@ class RankedSequence:
         self.has_generated = False
         self.is_refused = False  # when last tried, its blocks were missing or on their way
         self.step = 0  # the last step it was taken into
+
+
+was_taken = attrgetter("step")  # true once it was in a step
 
 
 class LevelQueues:

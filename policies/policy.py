@@ -1,7 +1,8 @@
 """The seam between deciding and doing: a policy ranks sequences, the scheduler packs them into a step.
 
 One step is: `begin(now)`, then `best()` followed by exactly one of `take` or `refuse`, again and again until `best()`
-returns None or the step is full, then, once the step has run, `settle(...)`. `leave` may come between steps only.
+returns None or the step is full (`refuse_new` may come anywhere in between), then, once the step has run,
+`settle(...)`. `leave` may come between steps only.
 A policy has no I/O, no clock and no randomness: the same calls give the same answers.
 """
 
@@ -33,6 +34,12 @@ class Policy(Protocol):
 
     def refuse(self, seq_id: int) -> None:
         """`seq_id` (the last `best()`) cannot run in this step: its blocks are missing or on their way."""
+
+    def refuse_new(self) -> None:
+        """Refuse, for this step and all at once, every sequence that was never taken: none of them fits.
+
+        As if each had been refused by itself, without a thousand turns when a thousand wait for blocks.
+        """
 
     def settle(self, served: Sequence[Served], now_us: int) -> None:
         """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran."""

@@ -36,6 +36,7 @@ class TeamShare:
         "levels",
         "num_live",
         "num_refused",
+        "num_started",
         "num_taken",
         "provisional",
         "served_us",
@@ -61,6 +62,7 @@ class TeamShare:
         self.left_at = 0  # virtual time, times scale, when it last became inactive
         self.num_live = 0
         self.num_refused = 0  # of the live ones, those refused when last tried
+        self.num_started = 0  # of the live ones, those taken at least once
         self.num_taken = 0  # of the live ones, those in the latest step
         self.step_cost = 0
         self.step_work = 0

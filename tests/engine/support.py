@@ -30,6 +30,7 @@ class ArrivalOrder:
         self.refused: list[int] = []
         self.is_picking = False
         self._tried: set[int] = set()
+        self._ever_taken: set[int] = set()
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         assert not self.is_picking
@@ -54,12 +55,19 @@ class ArrivalOrder:
     def take(self, seq_id: int, work_us: int) -> None:
         assert seq_id == self.best() and work_us > 0
         self._tried.add(seq_id)
+        self._ever_taken.add(seq_id)
         self.taken.append(seq_id)
 
     def refuse(self, seq_id: int) -> None:
         assert seq_id == self.best()
         self._tried.add(seq_id)
         self.refused.append(seq_id)
+
+    def refuse_new(self) -> None:
+        assert self.is_picking
+        new = [seq_id for seq_id in self.live if seq_id not in self._ever_taken and seq_id not in self._tried]
+        self._tried.update(new)
+        self.refused += new
 
     def settle(self, served: Sequence[Served], now_us: int) -> None:
         assert self.is_picking and [s.seq_id for s in served] == self.taken

@@ -90,8 +90,15 @@ class LeasesMachine(RuleBasedStateMachine):
         self.running[tokens.team] -= 1
         self.settled[tokens.team] += tokens.amount
 
-    @rule(reservation=st.one_of(consumes(held), consumes(bare)))
-    def release(self, reservation: Reservation) -> None:
+    @rule(reservation=consumes(held))
+    def release_after_tokens(self, reservation: Reservation) -> None:
+        self._release(reservation)
+
+    @rule(reservation=consumes(bare))
+    def release_before_tokens(self, reservation: Reservation) -> None:
+        self._release(reservation)
+
+    def _release(self, reservation: Reservation) -> None:
         request, tokens = self.of[reservation]
         self.leases.release(reservation)
         request.amount = 0
@@ -117,5 +124,5 @@ class LeasesMachine(RuleBasedStateMachine):
                 assert view.tokens.remaining == who.limits.tokens_per_minute - self._used(self.tokens, team)
 
 
-LeasesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LeasesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLeasesConservation = LeasesMachine.TestCase

@@ -5,14 +5,15 @@ Nothing heavy is imported before a command needs it: `terazi --help` must stay c
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from gateway import cli_admin, cli_reports
 from gateway.cli_options import DataDir, Json
-from gateway.render import CommandError, print_json, print_record, print_table, reporting
+from gateway.render import EXIT_USAGE, CommandError, error_document, print_json, print_record, print_table, reporting
 
 app = typer.Typer(
     name="terazi",
@@ -245,10 +246,26 @@ def version(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 def main() -> None:
     """Entry point of the `terazi` command."""
+    arguments = sys.argv[1:]
+    as_json = "--json" in arguments or "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
     try:
-        app()
+        for argument in arguments:
+            argument.encode()
+        code = app(arguments, standalone_mode=False)
+    except UnicodeEncodeError:
+        if as_json:
+            print_json(error_document("usage", "an argument is not UTF-8 text"))
+        print("terazi: an argument is not UTF-8 text", file=sys.stderr)
+        code = EXIT_USAGE
+    except typer.TyperException as error:
+        usage = cast(typer.BadParameter, error)  # all are usage errors, whose base has no public name
+        if as_json:
+            print_json(error_document("usage", usage.format_message()))
+        usage.show()
+        code = usage.exit_code
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        code = 130
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 import math
 import re
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from gateway.cli_options import DataDir, Json, data_dir_of
-from gateway.render import EXIT_USAGE, CommandError, print_json, print_record, print_table, reporting
+from gateway.render import EXIT_NOT_FOUND, EXIT_USAGE, CommandError, print_json, print_record, print_table, reporting
 
 team_app = typer.Typer(help="Teams: who shares the GPU.", no_args_is_help=True)
 key_app = typer.Typer(help="API keys of teams.", no_args_is_help=True)
@@ -18,6 +17,7 @@ quota_app = typer.Typer(help="Limits of teams.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 Team = Annotated[str, typer.Argument(metavar="TEAM")]
 Number = str | None
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # team and tier names, public ids
 TEAMS, KEYS, TIERS = "/admin/v1/teams", "/admin/v1/keys", "/admin/v1/tiers"
 
 
@@ -55,7 +55,14 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _path(base: str, *parts: str) -> str:
-    return "/".join([base, *(quote(part, safe="") for part in parts)])
+    """A path of the admin API. What is no name would be another path ('.', '', 'a/b'), so nothing is called that.
+
+    Raises CommandError.
+    """
+    for part in parts:
+        if not _SEGMENT.fullmatch(part):
+            raise CommandError(f"there is no {part[:80]!r}", EXIT_NOT_FOUND, "not_found")
+    return "/".join([base, *parts])
 
 
 @team_app.command("create")

@@ -6,9 +6,19 @@ from typing import Annotated
 
 import typer
 
+
+def _directory(text: str) -> Path:
+    """`--data-dir "$UNSET"` must not mean the directory one happens to stand in."""
+    if not text.strip():
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
+
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", metavar="DIR", help="The server's data directory (or TERAZI_DATA_DIR)."),
+    typer.Option(
+        "--data-dir", metavar="DIR", parser=_directory, help="The server's data directory (or TERAZI_DATA_DIR)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

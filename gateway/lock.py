@@ -11,13 +11,17 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
 
+# What a header carries as it is, and nobody guesses.
+_TOKEN = re.compile(r"[!-~]{16,512}", re.ASCII)
+
 
 class DataDirUnusable(Exception):
-    """The data directory cannot be made or written; the text says which and why."""
+    """The data directory cannot be made or written, or a file in it is damaged; the text says which and why."""
 
 
 class DataDirLocked(Exception):
@@ -94,13 +98,14 @@ def is_held(path: Path) -> bool:
 
 
 def admin_token(data_dir: Path) -> str:
-    """The directory's admin token, made (mode 0600) when there is none. Call it only while holding the lock."""
+    """The directory's admin token, made (mode 0600) when there is none. Call it only while holding the lock.
+
+    Raises DataDirUnusable for one that is damaged: whoever has the old one would be locked out by a new one.
+    """
     path = data_dir / "admin.token"
-    with contextlib.suppress(FileNotFoundError):
-        token = path.read_text().strip()
-        if token:
-            path.chmod(0o600)
-            return token
+    if path.exists() and (token := read_admin_token(data_dir, may_be_empty=True)):
+        path.chmod(0o600)
+        return token
     token = "trza-" + secrets.token_urlsafe(32)
     _write_private(path, token + "\n")
     return token
@@ -125,12 +130,16 @@ def read_server_info(data_dir: Path) -> dict[str, Any] | None:
     return info if isinstance(info, dict) and info.get("pid") == lock_holder(data_dir) else None
 
 
-def read_admin_token(data_dir: Path) -> str:
-    """The token of a running server. Raises DataDirUnusable when this user may not read it."""
+def read_admin_token(data_dir: Path, *, may_be_empty: bool = False) -> str:
+    """The token of a running server. Raises DataDirUnusable when this user may not read it, or it is damaged."""
+    path = data_dir / "admin.token"
     try:
-        return (data_dir / "admin.token").read_text().strip()
+        token = path.read_text(encoding="ascii", errors="replace").strip()
     except OSError as error:
-        raise DataDirUnusable(f"cannot read {data_dir / 'admin.token'}: {error.strerror}") from None
+        raise DataDirUnusable(f"cannot read {path}: {error.strerror}") from None
+    if _TOKEN.fullmatch(token) or (may_be_empty and not token):
+        return token
+    raise DataDirUnusable(f"{path} is damaged; with no server running, remove it and the next start makes a new one")
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -26,6 +26,7 @@ def reporting(as_json: bool) -> Iterator[None]:
     """Turn what a command raises into one line on stderr (with --json also a document on stdout) and its exit code."""
     from gateway.config_file import SettingsError
     from gateway.lock import DataDirLocked, DataDirUnusable
+    from tenants.errors import StoreUnavailable, TenantError
 
     try:
         yield
@@ -38,14 +39,27 @@ def reporting(as_json: bool) -> Iterator[None]:
         failure = CommandError(str(error), EXIT_UNREACHABLE, "data_dir_locked")
     except DataDirUnusable as error:
         failure = CommandError(str(error), EXIT_ERROR, "data_dir_unusable")
+    except StoreUnavailable as error:
+        failure = CommandError(error.message, EXIT_UNREACHABLE, error.code)
+    except TenantError as error:
+        failure = CommandError(error.message, EXIT_ERROR, error.code)
     except BrokenPipeError:
         # `terazi ... | head`: the reader has enough.
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:
+        # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        failure = CommandError(text, EXIT_ERROR, "data_dir_unusable")
     if as_json:
-        print_json({"error": {"code": failure.code, "message": str(failure)}})
+        print_json(error_document(failure.code, str(failure)))
     print(f"terazi: {failure}", file=sys.stderr)
     raise SystemExit(failure.exit_code)
+
+
+def error_document(code: str, message: str) -> dict[str, Any]:
+    """What a command with --json prints when it cannot do what it was asked."""
+    return {"error": {"code": code, "message": message}}
 
 
 def print_json(value: Any) -> None:

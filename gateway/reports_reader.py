@@ -9,10 +9,10 @@ from typing import Any
 
 from gateway.render import EXIT_ERROR, EXIT_NOT_FOUND, EXIT_USAGE, CommandError
 from gateway.settings import load
-from tenants import reports
+from tenants import reports, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_path
-from tenants.errors import Invalid, TenantError
+from tenants.errors import Invalid, NotFound, TenantError
 from tenants.periods import Period, parse_period
 
 
@@ -24,8 +24,10 @@ class Reports:
     period: Period
 
     async def usage(self, by: Sequence[str] = ("team",), team: str | None = None) -> dict[str, Any]:
-        """See `tenants.reports.usage_report`."""
+        """See `tenants.reports.usage_report`. Raises NotFound for an unknown team."""
         async with self.database.session() as connection:
+            if team is not None:
+                await teams.get_team(connection, team)
             return await reports.usage_report(connection, self.period, by, team=team)
 
     async def fairness(self) -> dict[str, Any]:
@@ -66,6 +68,8 @@ async def open_reports(
         yield Reports(database, period)
     except Invalid as error:
         raise CommandError(error.message, EXIT_USAGE, error.code) from None
+    except NotFound as error:
+        raise CommandError(error.message, EXIT_NOT_FOUND, error.code) from None
     except TenantError as error:
         raise CommandError(error.message, EXIT_ERROR, error.code) from None
     except SQLAlchemyError as error:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gateway import reference
-from gateway.cli import app
+from gateway.cli import app, main
 from gateway.lock import DataDirLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,12 @@ def test_tables_show_the_same_facts(tmp_path: Path) -> None:
         (["team", "create", "=cmd|' /C calc'!A0", "--tier", "gold"], 2),
         (["team", "create", "<script>", "--tier", "gold"], 2),
         (["team", "show", "../../etc"], 3),
+        (["team", "show", "."], 3),
+        (["team", "show", ".."], 3),
+        (["team", "show", ""], 3),
+        (["team", "show", "taken/quota"], 3),
+        (["team", "set", ".", "--archive"], 3),
+        (["usage", "report", "--team", "nobody"], 3),
         (["team", "create"], 2),
         (["team", "set", "taken"], 2),
         (["tier", "set", "gold"], 2),
@@ -253,3 +260,73 @@ def test_help_imports_nothing_heavy() -> None:
     }
     assert modules & heavy == set()
     assert len(modules) < 400, len(modules)
+
+
+def _as_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "code"),
+    [
+        ("pepper", lambda path: path.write_text("not base64"), 1),
+        ("pepper", _as_directory, 1),
+        ("admin.token", lambda path: path.write_text("short"), 1),
+        ("admin.token", lambda path: path.write_bytes(b"\xff" * 40), 1),
+        ("admin.token", lambda path: path.write_text("one two three four five"), 1),
+        ("admin.token", _as_directory, 1),
+        ("terazi.db", lambda path: path.write_text("this is not a database at all"), 6),
+        ("terazi.db", _as_directory, 6),
+    ],
+)
+def test_a_damaged_file_of_the_data_directory_is_one_line_and_one_document(
+    data_dir: Path, name: str, damage: Callable[[Path], object], code: int
+) -> None:
+    damage(data_dir / name)
+    done = run(data_dir, "team", "list", "--json")
+    assert done.exit_code == code, done.stderr
+    assert set(json.loads(done.stdout)) == {"error"}
+    assert done.stderr.startswith("terazi: ") and done.stderr.count("\n") == 1
+    assert str(data_dir / name) in done.stderr
+
+
+def test_an_empty_admin_token_is_made_anew(data_dir: Path) -> None:
+    (data_dir / "admin.token").write_text("")
+    ok(data_dir, "team", "list")
+    assert len((data_dir / "admin.token").read_text()) > 40
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["terazi", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense", "--json"],
+        ["team", "create", "--json"],
+        ["usage", "report", "--format", "json", "--nonsense"],
+        ["usage", "report", "--format=json", "--nonsense"],
+        ["team", "list", "--json", "--data-dir", ""],
+        ["team", "create", "caf\udce9", "--json"],
+    ],
+)
+def test_a_usage_error_with_json_is_one_document_too(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["error"]["code"] == "usage"
+    assert shown.err.strip()
+
+
+def test_help_ends_with_zero_and_no_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(monkeypatch, "team", "--help") == 0
+    assert capsys.readouterr().out.startswith("Usage: ")

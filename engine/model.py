@@ -2,23 +2,32 @@
 
 Rows are `[tokens, hidden]`, decode rows first. Every row-wise function goes through its row classes, rotary positions
 use only separate multiplications and additions (fused ones may round differently at the end of a vector), and attention
-keeps sequences apart: so a row's logits are a function of its own sequence alone.
+keeps sequences apart: so a row's logits are a function of its own sequence alone. Where native kernels are loaded, they
+do all but the matrix products.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from engine.attention import AttentionBackend, Span
 from engine.attention.gather_sdpa import GatherSdpa
+from engine.attention.paged_native import PagedNative
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, rope_inverse_frequencies
+from engine.native.library import Kernels
 from engine.row_classes import RowClasses, RowFn, cancelling, decode_counts, prefill_counts, probe
-from engine.weights import GateUp, Layer, Linear, Weights, load_weights
+from engine.weights import GateUp, Linear, Weights, load_weights
+
+logger = logging.getLogger(__name__)
+
+AttendFn = Callable[
+    [int, torch.Tensor], torch.Tensor
+]  # layer, qkv [rows, (heads + 2 kv_heads) * head_dim] -> [rows, q]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +51,12 @@ class Model:
         max_batch_size: int,
         max_batch_tokens: int,
         device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
+        """`kernels`: compiled ones for this CPU; None leaves everything to torch."""
         self.config = config
         self.weights = weights
+        self.kernels = kernels
         self.dtype, self.device = weights.embedding.dtype, device
         self._set_rotary_tables()
         self.classes = self._probe(max_batch_size, max_batch_tokens)
@@ -60,67 +72,83 @@ class Model:
         max_batch_size: int,
         max_batch_tokens: int,
         pack: bool = True,
+        kernels: Kernels | None = None,
     ) -> "Model":
         """Read a checked model directory. Raises ModelStoreError."""
         weights = load_weights(path, config, dtype, device, pack=pack)
-        return cls(config, weights, max_batch_size=max_batch_size, max_batch_tokens=max_batch_tokens, device=device)
+        return cls(
+            config,
+            weights,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            device=device,
+            kernels=kernels,
+        )
 
     def attention(self, cache: KVCache) -> AttentionBackend:
-        """The attention backend for this model over `cache`."""
-        return GatherSdpa(self.config, cache)
+        """The attention backend for this model on its device. Logged."""
+        backend: AttentionBackend = (
+            GatherSdpa(self.config, cache)
+            if self.kernels is None
+            else PagedNative(self.config, cache, self.kernels, self._cos, self._sin)
+        )
+        logger.info("attention backend: %s", backend.name)
+        return backend
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """Logits [len(sample_rows), vocab] in the model's dtype; writes the KV of every row."""
-        spans = (*batch.decode, *batch.prefill)
         num_decode = len(batch.decode)
+        attend = self._attend_fn(batch, cache, attention)
+        x = self.weights.embedding[torch.tensor(batch.token_ids, device=self.device)]
+        delta: torch.Tensor | None = None  # what the last block adds to x; added where x is normed next
+        for i, layer in enumerate(self.weights.layers):
+            x, normed = self._add_norm(x, delta, layer.input_norm, num_decode)
+            attended = attend(i, self._run("qkv", layer.qkv, normed, num_decode))
+            x, normed = self._add_norm(
+                x, self._run("output", layer.output, attended, num_decode), layer.post_norm, num_decode
+            )
+            gate_up = self._run("gate_up", layer.gate_up, normed, num_decode)
+            delta = self._run("down", layer.down, gate_up, num_decode)
+        count = len(batch.sample_rows)
+        if not count:
+            return x.new_zeros((0, self.config.vocab_size))
+        sampled = torch.tensor(batch.sample_rows, device=self.device)
+        # Every sampled row is one class, whether its token came from a prompt or not.
+        _, normed = self._add_norm(x[sampled], None if delta is None else delta[sampled], self.weights.norm, count)
+        return self._run("lm_head", self.weights.lm_head, normed, count)
+
+    def _attend_fn(self, batch: Batch, cache: KVCache, attention: AttentionBackend) -> AttendFn:
+        """Rotary positions, KV write and attention of this step."""
+        plan = attention.plan(batch.decode, batch.prefill)
+        if isinstance(attention, PagedNative):
+            native = attention
+            return lambda layer, qkv: native.attend_fused(layer, qkv, plan)
+        spans = (*batch.decode, *batch.prefill)
         slots, fresh = _slots(spans, cache.block_size)
         if fresh:
             cache.clear(torch.tensor(fresh, device=self.device))
         token_index = cache.token_index(torch.tensor(slots, device=self.device))
         positions = torch.tensor([p for s in spans for p in range(s.start, s.end)], device=self.device)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        plan = attention.plan(batch.decode, batch.prefill)
+        num_heads, turned = self.config.num_heads, self.config.num_heads + self.config.num_kv_heads
 
-        x = self.weights.embedding[torch.tensor(batch.token_ids, device=self.device)]
-        for i, layer in enumerate(self.weights.layers):
-            normed = self._run("norm", self._norm(layer.input_norm), x, num_decode)
-            qkv = self._run("qkv", layer.qkv, normed, num_decode)
-            x = x + self._run(
-                "output", layer.output, self._attend(i, qkv, cos, sin, token_index, cache, attention, plan), num_decode
-            )
-            x = x + self._mlp(layer, x, num_decode)
-        sampled = x[torch.tensor(batch.sample_rows, dtype=torch.long, device=self.device)]
-        if not batch.sample_rows:
-            return sampled.new_zeros((0, self.config.vocab_size))
-        # Every sampled row is one class, whether its token came from a prompt or not.
-        count = len(batch.sample_rows)
-        return self._run(
-            "lm_head", self.weights.lm_head, self._run("norm", self._norm(self.weights.norm), sampled, count), count
-        )
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+            rotated = rotate(heads[:, :turned], cos, sin)
+            cache.write(layer, token_index, rotated[:, num_heads:], heads[:, turned:])
+            return attention.attend(layer, rotated[:, :num_heads], plan).flatten(1)
 
-    def _attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        token_index: torch.Tensor,
-        cache: KVCache,
-        attention: AttentionBackend,
-        plan: Any,
-    ) -> torch.Tensor:
-        config = self.config
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        turned = config.num_heads + config.num_kv_heads
-        rotated = rotate(heads[:, :turned], cos, sin)
-        cache.write(layer, token_index, rotated[:, config.num_heads :], heads[:, turned:])
-        return attention.attend(layer, rotated[:, : config.num_heads], plan).flatten(1)
+        return attend
 
-    def _mlp(self, layer: Layer, x: torch.Tensor, num_decode: int) -> torch.Tensor:
-        normed = self._run("norm", self._norm(layer.post_norm), x, num_decode)
-        gate_up = self._run("gate_up", layer.gate_up, normed, num_decode)
-        return self._run("down", layer.down, gate_up, num_decode)
+    def _add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, num_decode: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and its norm. May change `x` in place."""
+        if self.kernels is not None:
+            return x, self.kernels.add_norm(x, delta, weight, self.config.rms_norm_eps)
+        x = x if delta is None else x + delta
+        return x, self._run("norm", self._norm(weight), x, num_decode)
 
     def _run(self, name: str, fn: RowFn, rows: torch.Tensor, num_decode: int) -> torch.Tensor:
         return self.classes[name].run(fn, rows, num_decode)

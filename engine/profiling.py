@@ -1,15 +1,15 @@
 """Measure the step profile: how long steps of this model take on this device, fitted once and kept beside the cache.
 
-A handful of step shapes are run through the real runner, each a few times; medians are fitted by non-negative least
-squares of relative errors to the five parts of `policies.cost.StepProfile`. One-off disturbances fall out with the
-median, and no part can come out negative.
+A handful of step shapes are run through the real runner, each a few times, in rounds; the least times are fitted by
+non-negative least squares of relative errors to the five parts of `policies.cost.StepProfile`. A step's time alone is
+what is wanted, and disturbances only ever add to it: so the least of several is the estimate, rounds keep one
+disturbance from hitting all tries of a shape, and no part can come out negative.
 """
 
 import json
 import logging
 import os
 import platform
-import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROFILE_VERSION = 1  # raise it when the shapes or the fit change
-NUM_REPEATS = 3
+PROFILE_VERSION = 2  # raise it when the shapes, the estimate or the fit change
+NUM_ROUNDS = 6
 FIXED_PROFILE = Path(__file__).parent / "data" / "step_profile_fixed.json"
 
 
@@ -42,12 +42,14 @@ class ProfileKey:
     num_threads: int
     dtype: str
     torch_version: str = ""
+    kernels: str = "torch"  # or "native"
     version: int = PROFILE_VERSION
 
     def path(self, root: Path) -> Path:
         """Where the profile is kept under the cache root."""
         device = "".join(c if c.isalnum() else "-" for c in self.device)
-        return root / "profiles" / f"{self.model_sha256[:16]}-{device}-{self.num_threads}-{self.dtype}.json"
+        name = f"{self.model_sha256[:16]}-{device}-{self.num_threads}-{self.dtype}-{self.kernels}.json"
+        return root / "profiles" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def load_or_measure(runner: "TorchRunner", key: ProfileKey, root: Path, max_batc
     if stored is not None:
         return stored
     shapes = step_shapes(runner, max_batch_size)
-    durations = [measure(runner, shape) for shape in shapes]
+    durations = measure_all(runner, shapes)
     profile = fit(shapes, durations)
     logger.info("measured step profile: %s", profile)
     try:
@@ -117,11 +119,13 @@ def step_shapes(runner: "TorchRunner", max_batch_size: int) -> list[StepShape]:
     return shapes or [StepShape(prefill_tokens=1), StepShape(decode_rows=1, decode_context=1)]
 
 
-def measure(runner: "TorchRunner", shape: StepShape, repeats: int = NUM_REPEATS) -> int:
-    """Median time of a step of this shape in microseconds. Uses the pool's first blocks: run it before serving."""
-    plan = plan_of(shape, runner.cache.block_size)
-    runner.execute(plan)  # warms kernels up
-    return int(statistics.median(runner.execute(plan).duration_us for _ in range(repeats)))
+def measure_all(runner: "TorchRunner", shapes: Sequence[StepShape], rounds: int = NUM_ROUNDS) -> list[int]:
+    """Least time of a step of each shape in microseconds. Uses the pool's first blocks: run it before serving."""
+    plans = [plan_of(shape, runner.cache.block_size) for shape in shapes]
+    for plan in plans:
+        runner.execute(plan)  # warms kernels up
+    times = [[runner.execute(plan).duration_us for plan in plans] for _ in range(rounds)]
+    return [min(column) for column in zip(*times, strict=True)]
 
 
 def plan_of(shape: StepShape, block_size: int) -> StepPlan:

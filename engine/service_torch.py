@@ -42,6 +42,7 @@ def build(config: EngineConfig) -> TorchParts:
 
     from engine.kv_cache import KVAllocationError, KVCache, block_bytes
     from engine.model import Model
+    from engine.native.library import choose
     from engine.profiling import ProfileKey, device_name, load_or_measure
     from engine.runner import TorchRunner
 
@@ -59,6 +60,7 @@ def build(config: EngineConfig) -> TorchParts:
                 "raise it"
             )
         cache = KVCache(stored.config, num_blocks, config.block_size, dtype, device)
+        kernels = choose(cache_root(config.cache_dir), device, stored.config.head_dim)
         model = Model.load(
             stored.path,
             stored.config,
@@ -66,6 +68,7 @@ def build(config: EngineConfig) -> TorchParts:
             device=device,
             max_batch_size=config.max_batch_size,
             max_batch_tokens=config.max_batch_tokens,
+            kernels=kernels,
         )
     except (ModelStoreError, KVAllocationError) as error:
         raise EngineStartError(str(error)) from None
@@ -83,6 +86,7 @@ def build(config: EngineConfig) -> TorchParts:
         num_threads=num_threads,
         dtype=dtype_name,
         torch_version=torch.__version__,
+        kernels="torch" if kernels is None else "native",
     )
     profile = load_or_measure(runner, key, cache_root(config.cache_dir), config.max_batch_size)
     return TorchParts(

@@ -32,9 +32,14 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
-def runner(request: pytest.FixtureRequest, tiny_path: Path) -> RecordingRunner:
-    return make_runner(tiny_path, request.param)
+def runner(request: pytest.FixtureRequest, tiny_path: Path, native: bool) -> RecordingRunner:
+    return make_runner(tiny_path, request.param, native=native)
 
 
 def check_schedules(runner: RecordingRunner, jobs: list[Job], num_schedules: int, seed: int) -> float:
@@ -58,14 +63,14 @@ def test_any_schedule_gives_the_tokens_and_logits_of_a_run_alone(runner: Recordi
 
 
 @pytest.mark.case("I12")
-def test_plain_linears_keep_the_promise_too(tiny_path: Path) -> None:
-    runner = make_runner(tiny_path, torch.float32, pack=False)
+def test_plain_linears_keep_the_promise_too(tiny_path: Path, native: bool) -> None:
+    runner = make_runner(tiny_path, torch.float32, pack=False, native=native)
     jobs = random_jobs(random.Random(3), 10, vocab=VOCAB_SIZE, max_prompt=70, max_output=10)
     check_schedules(runner, jobs, 20, seed=4)
 
 
 @pytest.mark.case("I12")
-def test_odd_widths_and_head_counts_keep_the_promise(tmp_path: Path) -> None:
+def test_odd_widths_and_head_counts_keep_the_promise(tmp_path: Path, native: bool) -> None:
     """Widths that are no multiple of a vector, and eight query heads on one KV head."""
     write_tiny_model(
         tmp_path,
@@ -78,7 +83,7 @@ def test_odd_widths_and_head_counts_keep_the_promise(tmp_path: Path) -> None:
         vocab_size=515,
     )
     for pack in (True, False):
-        runner = make_runner(tmp_path, torch.float32, pack=pack)
+        runner = make_runner(tmp_path, torch.float32, pack=pack, native=native)
         jobs = random_jobs(random.Random(5), 10, vocab=515, max_prompt=70, max_output=10)
         check_schedules(runner, jobs, 10, seed=6)
 
@@ -127,8 +132,8 @@ def test_the_place_in_the_batch_does_not_matter(runner: RecordingRunner) -> None
 
 @pytest.mark.real_model
 @pytest.mark.case("I12", "K78")
-def test_any_schedule_of_the_real_model(request: pytest.FixtureRequest) -> None:
+def test_any_schedule_of_the_real_model(native: bool) -> None:
     stored = prepare(SMOLLM2)
-    runner = make_runner(stored.path, torch.bfloat16, max_batch_tokens=256)
+    runner = make_runner(stored.path, torch.bfloat16, max_batch_tokens=256, native=native)
     jobs = random_jobs(random.Random(7), 8, vocab=stored.config.vocab_size, max_prompt=80, max_output=8)
     assert check_schedules(runner, jobs, 20, seed=8) >= 5

@@ -66,16 +66,22 @@ def transformers_model(path: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_equal_transformers(name: str, pack: bool, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, native: bool, tmp_path: Path) -> None:
+    """Packed and plain linears, with and without native kernels."""
     overrides = dict(SHAPES[name])
     write_tiny_model(tmp_path, **overrides)
     check_directory(tmp_path)
     ids = [(7 * i) % 500 + 3 for i in range(150)]
     with torch.inference_mode():
         expected = transformers_model(tmp_path)(torch.tensor([ids])).logits[0]
-    runner = make_runner(tmp_path, torch.float32, pack=pack)
+    for pack in (True, False):
+        runner = make_runner(tmp_path, torch.float32, pack=pack, native=native)
+        check_logits(runner, ids, expected)
+
+
+def check_logits(runner: RecordingRunner, ids: list[int], expected: torch.Tensor) -> None:
     job = Job(tuple(ids), 1, SamplingParams(temperature=0.0))
     progress = Progress(job, blocks=list(range(12)))
     for stop in (1, 17, 100, 149):  # one row is compared at the end of each chunk
@@ -128,14 +134,16 @@ def greedy(runner: RecordingRunner, prompts: list[list[int]], num_output: int) -
     return [progress.output for progress in batch.values()]
 
 
-def check_greedy(prompts: tuple[str, ...], num_output: int) -> None:
+def check_greedy(prompts: tuple[str, ...], num_output: int, *, native: bool) -> None:
     """Equal to transformers; at a first difference its two best logits must have been a tie within 1e-3."""
     stored = prepare(SMOLLM2)
     tokenizer = Tokenizer.from_file(str(stored.path / "tokenizer.json"))
     encoded = [
         tokenizer.encode(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n").ids for prompt in prompts
     ]
-    runner = make_runner(stored.path, torch.float32, num_blocks=len(prompts) * 8, max_batch_size=len(prompts))
+    runner = make_runner(
+        stored.path, torch.float32, num_blocks=len(prompts) * 8, max_batch_size=len(prompts), native=native
+    )
     ours = greedy(runner, encoded, num_output)
     model = transformers_model(stored.path)
     with torch.inference_mode():
@@ -151,11 +159,12 @@ def check_greedy(prompts: tuple[str, ...], num_output: int) -> None:
 
 
 @pytest.mark.real_model
-def test_greedy_text_of_the_real_model_equals_transformers() -> None:
-    check_greedy(PROMPTS[:8], 64)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_greedy_text_of_the_real_model_equals_transformers(native: bool) -> None:
+    check_greedy(PROMPTS[:8], 64, native=native)
 
 
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_greedy_text_of_the_real_model_equals_transformers_on_twenty_prompts() -> None:
-    check_greedy(PROMPTS, 64)
+    check_greedy(PROMPTS, 64, native=True)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from engine.plan import StepPlan, StepResult
-from engine.profiling import ProfileKey, StepShape, fit, load_or_measure, measure, plan_of, read_profile, step_shapes
+from engine.profiling import (
+    ProfileKey,
+    StepShape,
+    fit,
+    load_or_measure,
+    measure_all,
+    plan_of,
+    read_profile,
+    step_shapes,
+)
 from policies.cost import StepProfile
 
 TRUE = StepProfile(25000.0, 1200.0, 0.3, 900.0, 5.0)
@@ -25,10 +34,10 @@ def model_time(profile: StepProfile, shape: StepShape) -> float:
 
 
 class ClockedRunner:
-    """Takes as long as `profile` says; every `outlier`-th step ten times as long."""
+    """Takes as long as `profile` says; all but every `quiet`-th step longer, by up to ten times."""
 
-    def __init__(self, profile: StepProfile, num_blocks: int = 4096, context: int = 8192, outlier: int = 0) -> None:
-        self.profile, self.outlier = profile, outlier
+    def __init__(self, profile: StepProfile, num_blocks: int = 4096, context: int = 8192, quiet: int = 1) -> None:
+        self.profile, self.quiet = profile, quiet
         self.cache: Any = SimpleNamespace(num_blocks=num_blocks, block_size=16)
         self.model: Any = SimpleNamespace(config=SimpleNamespace(context_len=context))
         self.num_steps = 0
@@ -43,13 +52,14 @@ class ClockedRunner:
                 total += self.profile.decode_marginal_us(row.start + 1)
             else:
                 total += self.profile.prefill_marginal_us(row.start, len(row.token_ids))
-        factor = 10 if self.outlier and self.num_steps % self.outlier == 0 else 1
+        factor = 1 + self.num_steps % self.quiet * 9 / self.quiet
         return StepResult(plan.step_id, round(total * factor), {})
 
 
-@pytest.mark.parametrize("outlier", [0, 4])
-def test_a_measurement_recovers_the_profile_also_among_outliers(tmp_path: Path, outlier: int) -> None:
-    runner: Any = ClockedRunner(TRUE, outlier=outlier)
+@pytest.mark.parametrize("quiet", [1, 3])
+def test_a_measurement_recovers_the_profile_also_when_most_steps_are_disturbed(tmp_path: Path, quiet: int) -> None:
+    """A neighbour only ever adds time: with two of three steps disturbed a median would be wrong."""
+    runner: Any = ClockedRunner(TRUE, quiet=quiet)
     assert astuple(load_or_measure(runner, KEY, tmp_path, 64)) == pytest.approx(astuple(TRUE), rel=1e-3)
 
 
@@ -73,6 +83,8 @@ def test_the_profile_is_measured_once_for_each_key(tmp_path: Path) -> None:
         replace(KEY, num_threads=2),
         replace(KEY, device="cpu Other"),
         replace(KEY, torch_version="3"),
+        replace(KEY, kernels="native"),
+        replace(KEY, version=KEY.version - 1),
     ):
         load_or_measure(runner, changed, tmp_path, 64)
         assert runner.num_steps > steps
@@ -100,8 +112,8 @@ def test_a_small_pool_or_context_is_never_exceeded(num_blocks: int, context: int
     runner: Any = ClockedRunner(TRUE, num_blocks, context)
     shapes = step_shapes(runner, 64)
     assert shapes
+    assert min(measure_all(runner, shapes)) > 0
     for shape in shapes:
-        assert measure(runner, shape) > 0
         assert all(row.start + len(row.token_ids) <= context for row in plan_of(shape, 16).rows)
 
 

@@ -21,11 +21,11 @@ from tests.engine.torch_schedules import Job, Progress, RecordingRunner, make_ru
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RecordingRunner:
+@pytest.fixture(scope="module", params=[False, True], ids=["torch", "native"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RecordingRunner:
     path = tmp_path_factory.mktemp("tiny")
     write_tiny_model(path)
-    return make_runner(path, torch.float32)
+    return make_runner(path, torch.float32, native=request.param)
 
 
 def prompt_row(seq_id: int, prompt: Sequence[int], first_block: int) -> Row:

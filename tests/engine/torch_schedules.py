@@ -4,18 +4,23 @@ Sequences are paused and resumed at will (their KV stays), prompts are cut at ra
 random order and reused as soon as a sequence ends. The tests compare tokens and logits with the same jobs run alone.
 """
 
+import functools
 import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams
 from engine.model import Model
 from engine.model_config import read_model_config
+from engine.model_store import cache_root
+from engine.native.build import NativeError
+from engine.native.library import Kernels, load
 from engine.plan import Row, StepPlan
 from engine.runner import TorchRunner
 
@@ -75,6 +80,22 @@ class RecordingRunner(TorchRunner):
             self.model.forward = forward  # type: ignore[method-assign]
 
 
+@functools.cache
+def _kernels() -> Kernels | str:
+    try:
+        return load(cache_root(""))
+    except NativeError as error:
+        return str(error)
+
+
+def native_kernels() -> Kernels:
+    """The compiled kernels; skips the test where there is no compiler."""
+    kernels = _kernels()
+    if isinstance(kernels, str):
+        pytest.skip(f"no native kernels: {kernels}")
+    return kernels
+
+
 def make_runner(
     path: Path,
     dtype: torch.dtype,
@@ -84,8 +105,11 @@ def make_runner(
     max_batch_tokens: int = 512,
     pack: bool = True,
     block_size: int = BLOCK_SIZE,
+    native: bool | None = None,
 ) -> RecordingRunner:
-    """A runner over a model directory on the CPU."""
+    """A runner over a model directory on the CPU. `native`: with compiled kernels or not; None: where they compile."""
+    if native is None:
+        native = isinstance(_kernels(), Kernels)
     config = read_model_config(path)
     device = torch.device("cpu")
     model = Model.load(
@@ -96,6 +120,7 @@ def make_runner(
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
         pack=pack,
+        kernels=native_kernels() if native else None,
     )
     cache = KVCache(config, num_blocks, block_size, dtype, device)
     return RecordingRunner(model, cache, eos_token_ids=config.eos_token_ids, num_tokens=config.vocab_size)

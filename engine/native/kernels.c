@@ -1,0 +1,592 @@
+/* The decode and prefill step outside its matrix products: residual add with RMSNorm, and rotary positions with KV
+ * write and attention straight from the paged KV pool. Plain C11 with GCC's vector extensions; loaded with ctypes.
+ *
+ * Promise: the output of a row is a function of that row's own sequence. Attention walks key tiles of TILE tokens at
+ * absolute positions 0, TILE, 2 TILE, ... with an online softmax (Milakov and Gimelshein 2018; tiling as in
+ * FlashAttention-2, Dao 2023), every lane and every row sees the same operations in the same order however many rows
+ * are computed beside it, and a query at position p has the same bits as a prompt token and as a generated one.
+ * Keys after a row's own position count as exactly nothing. No reassociation is allowed (no -ffast-math) and products
+ * are fused only where the code says so (-ffp-contract=off), so the count of threads changes nothing either.
+ *
+ * Sums are float32. With AVX512_BF16 and a bfloat16 cache, products are of bfloat16 pairs and probabilities are rounded
+ * to bfloat16 before they weigh the values (their sum is taken after rounding), as torch's own kernel does.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#define HAVE_DOT_BF16 1
+#else
+#define HAVE_DOT_BF16 0
+#endif
+
+#define TILE 64
+#define LANES 16
+#define TILE_VECS (TILE / LANES)
+#ifdef __AVX512F__
+#define MAX_ROWS 6 /* rows of one register block: 6 x 4 accumulators of the 32 vector registers */
+#else
+#define MAX_ROWS 2
+#endif
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint16_t bf16;
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+/* One step, the same for all its layers. Mirrored field by field in library.py. */
+typedef struct {
+    void *pool;           /* [blocks + 1, layers, 2, block_size, kv_heads, head_dim] */
+    const float *cos;     /* [context, head_dim], both halves equal */
+    const float *sin;     /* [context, head_dim], the first half negated */
+    const int32_t *rows;  /* [num_rows, 2]: position, block that holds it */
+    const int32_t *items; /* [num_items, 4]: first row, count, position of the first, offset of its table */
+    const int32_t *tables;
+    int64_t num_rows, num_items;
+    int64_t layers, block_size, heads, kv_heads, head_dim;
+    int64_t dtype, threads;
+} Step;
+
+static inline float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline bf16 to_bf16(float f) { /* to nearest even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+static inline vf splat(float x) { return x - (vf){0}; }
+
+static inline vf fma16(vf a, vf b, vf c) {
+#ifdef __AVX512F__
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FP_FAST_FMAF)
+    vf r;
+    for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return r;
+#else
+    return a * b + c;
+#endif
+}
+
+static inline vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+static inline float sum16(vf x) { /* always as a tree of halves */
+    float s[LANES];
+    memcpy(s, &x, sizeof s);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) s[i] += s[i + half];
+    return s[0];
+}
+
+static inline float max16(vf x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float m = x[0];
+    for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
+    return m;
+#endif
+}
+
+/* 2^x for x <= 0, about 1e-7 relative; what is below 2^-126 gives 2^-126. NaN stays NaN. */
+static inline vf exp2_16(vf x) {
+    const vf lowest = splat(-126.0f), magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    x = choose(x < lowest, lowest, x);
+    vf t = x + magic;
+    vf f = x - (t - magic); /* in [-1/2, 1/2] */
+    vf p = splat(1.5403530393381608e-4f);
+    p = fma16(p, f, splat(1.3333558146428443e-3f));
+    p = fma16(p, f, splat(9.618129107628477e-3f));
+    p = fma16(p, f, splat(5.550410866482158e-2f));
+    p = fma16(p, f, splat(2.402265069591007e-1f));
+    p = fma16(p, f, splat(6.931471805599453e-1f));
+    p = fma16(p, f, splat(1.0f));
+    return p * (vf)(((vi)t << 23) + 0x3f800000);
+}
+
+/* ---- residual add and RMSNorm ------------------------------------------------------------------------------------ */
+
+static inline vf load_vec(const void *base, int64_t at, int64_t count, int dtype) {
+    vf x = {0};
+    if (dtype == FLOAT32) {
+        if (count >= LANES) memcpy(&x, (const float *)base + at, sizeof x);
+        else memcpy(&x, (const float *)base + at, count * sizeof(float));
+        return x;
+    }
+    bf16 raw[LANES] = {0};
+    if (count >= LANES) memcpy(raw, (const bf16 *)base + at, sizeof raw);
+    else memcpy(raw, (const bf16 *)base + at, count * sizeof(bf16));
+    vi wide;
+    for (int i = 0; i < LANES; i++) wide[i] = (int32_t)((uint32_t)raw[i] << 16);
+    return (vf)wide;
+}
+
+static inline void store_vec(void *base, int64_t at, int64_t count, int dtype, vf x) {
+    if (dtype == FLOAT32) {
+        if (count >= LANES) memcpy((float *)base + at, &x, sizeof x);
+        else memcpy((float *)base + at, &x, count * sizeof(float));
+        return;
+    }
+    float f[LANES];
+    bf16 raw[LANES];
+    memcpy(f, &x, sizeof f);
+    for (int i = 0; i < LANES; i++) raw[i] = to_bf16(f[i]);
+    if (count >= LANES) memcpy((bf16 *)base + at, raw, sizeof raw);
+    else memcpy((bf16 *)base + at, raw, count * sizeof(bf16));
+}
+
+static inline __attribute__((always_inline)) void add_norm_row(
+    void *x, const void *delta, const void *weight, void *out, int64_t row, int64_t hidden, float eps, int dtype) {
+    int64_t base = row * hidden;
+    vf sum = {0};
+    for (int64_t i = 0; i < hidden; i += LANES) {
+        vf v = load_vec(x, base + i, hidden - i, dtype);
+        if (delta) {
+            v = v + load_vec(delta, base + i, hidden - i, dtype);
+            store_vec(x, base + i, hidden - i, dtype, v);
+            v = load_vec(x, base + i, hidden - i, dtype); /* as rounded */
+        }
+        sum = fma16(v, v, sum);
+    }
+    vf scale = splat(1.0f / sqrtf(sum16(sum) / (float)hidden + eps));
+    for (int64_t i = 0; i < hidden; i += LANES) {
+        vf v = load_vec(x, base + i, hidden - i, dtype) * scale * load_vec(weight, i, hidden - i, dtype);
+        store_vec(out, base + i, hidden - i, dtype, v);
+    }
+}
+
+/* x += delta (unless null), in place and rounded to the type; out = x / rms(x) * weight. All [rows, hidden]. */
+void terazi_add_norm(void *x, const void *delta, const void *weight, void *out, int64_t rows, int64_t hidden, float eps,
+                     int64_t dtype, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows >= 16) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        if (dtype == FLOAT32) add_norm_row(x, delta, weight, out, row, hidden, eps, FLOAT32);
+        else add_norm_row(x, delta, weight, out, row, hidden, eps, BFLOAT16);
+    }
+}
+
+/* ---- rotary positions and KV write ------------------------------------------------------------------------------- */
+
+static inline size_t element_size(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+/* Where one layer's keys (kind 0) or values (kind 1) of a block start, in elements. */
+static inline int64_t block_start(const Step *s, int64_t layer, int64_t block, int kind) {
+    return ((block * s->layers + layer) * 2 + kind) * s->block_size * s->kv_heads * s->head_dim;
+}
+
+static void rotate_float(const float *restrict in, float *restrict out, const float *restrict cos,
+                         const float *restrict sin, int64_t half) {
+    for (int64_t d = 0; d < half; d++) {
+        float first = in[d], second = in[half + d];
+        out[d] = first * cos[d] + second * sin[d];
+        out[half + d] = second * cos[d] + first * sin[half + d];
+    }
+}
+
+static void rotate(const void *in, void *out, const float *cos, const float *sin, int64_t head_dim, int64_t dtype) {
+    float wide[1024], turned[1024];
+    if (dtype == FLOAT32) {
+        memcpy(wide, in, head_dim * sizeof(float));
+        rotate_float(wide, out, cos, sin, head_dim / 2);
+        return;
+    }
+    const bf16 *narrow = in;
+    for (int64_t d = 0; d < head_dim; d++) wide[d] = to_float(narrow[d]);
+    rotate_float(wide, turned, cos, sin, head_dim / 2);
+    bf16 *result = out;
+    for (int64_t d = 0; d < head_dim; d++) result[d] = to_bf16(turned[d]);
+}
+
+/* Rotates queries in place; rotated keys and values go to the pool. qkv: [num_rows, heads + 2 kv_heads, head_dim]. */
+void terazi_rotate_write(const Step *s, int64_t layer, void *qkv) {
+    size_t size = element_size(s->dtype);
+    int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, token = s->kv_heads * dim;
+#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1 && s->num_rows >= 16) schedule(static)
+    for (int64_t row = 0; row < s->num_rows; row++) {
+        int64_t position = s->rows[2 * row], block = s->rows[2 * row + 1];
+        int64_t inside = position % s->block_size * token;
+        char *heads = (char *)qkv + row * width * size;
+        char *keys = (char *)s->pool + (block_start(s, layer, block, 0) + inside) * size;
+        char *values = (char *)s->pool + (block_start(s, layer, block, 1) + inside) * size;
+        const float *cos = s->cos + position * dim, *sin = s->sin + position * dim;
+        for (int64_t head = 0; head < s->heads; head++)
+            rotate(heads + head * dim * size, heads + head * dim * size, cos, sin, dim, s->dtype);
+        for (int64_t head = 0; head < s->kv_heads; head++)
+            rotate(heads + (s->heads + head) * dim * size, keys + head * dim * size, cos, sin, dim, s->dtype);
+        memcpy(values, heads + (s->heads + s->kv_heads) * dim * size, token * size);
+    }
+}
+
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+
+/* Scratch of one thread. Queries and packed keys, values and probabilities are float32, or dwords of bfloat16 pairs. */
+typedef struct {
+    uint32_t *queries; /* [rows, depth] */
+    uint32_t *keys;    /* [depth, TILE]: transposed, so that lanes are keys */
+    uint32_t *values;  /* [TILE or TILE / 2, width]: lanes are dimensions */
+    float *sums;       /* [rows, width] */
+    float *peaks;      /* [rows] */
+    vf *totals;        /* [rows], lane by lane */
+    uint32_t weights[MAX_ROWS * TILE] __attribute__((aligned(64)));
+} Scratch;
+
+static _Thread_local char *arena;
+static _Thread_local size_t arena_size;
+
+static int reserve(Scratch *scratch, int64_t rows, int64_t depth, int64_t width) {
+    size_t counts[] = {rows * depth, depth * TILE, TILE * width, rows * width, rows, rows * LANES};
+    size_t total = 0;
+    for (int i = 0; i < 6; i++) total += (counts[i] * 4 + 63) / 64 * 64;
+    if (total > arena_size) {
+        free(arena);
+        arena = aligned_alloc(64, total);
+        arena_size = arena ? total : 0;
+        if (!arena) return 0;
+    }
+    void **parts[] = {(void **)&scratch->queries, (void **)&scratch->keys,  (void **)&scratch->values,
+                      (void **)&scratch->sums,    (void **)&scratch->peaks, (void **)&scratch->totals};
+    char *at = arena;
+    for (int i = 0; i < 6; i++) {
+        *parts[i] = at;
+        at += (counts[i] * 4 + 63) / 64 * 64;
+    }
+    return 1;
+}
+
+#ifdef __AVX512F__
+/* 16 vectors of 16 dwords, transposed and stored with a stride. */
+static inline __attribute__((always_inline)) void transpose16(__m512i r[16], uint32_t *out, int64_t stride) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        _mm512_store_si512(out + j * stride, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
+        _mm512_store_si512(out + (j + 8) * stride, _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
+    }
+}
+#endif
+
+/* Dwords of one key into a column of the transposed keys, and of values into rows: any type and head_dim. */
+static void pack_slowly(const Scratch *scratch, const char *const *keys, const char *const *values, int64_t count,
+                        int64_t padded, int64_t dim, int64_t width, int dtype, int as_pairs) {
+    int64_t depth = as_pairs ? dim / 2 : dim;
+    memset(scratch->values, 0, (as_pairs ? padded / 2 : padded) * width * 4);
+    for (int64_t key = 0; key < padded; key++) {
+        for (int64_t d = 0; d < depth; d++) {
+            uint32_t dword = 0;
+            if (key < count && (as_pairs || dtype == FLOAT32)) memcpy(&dword, keys[key] + 4 * d, 4);
+            else if (key < count) dword = (uint32_t)((const bf16 *)keys[key])[d] << 16;
+            scratch->keys[d * TILE + key] = dword;
+        }
+        if (key >= count) continue;
+        if (as_pairs) {
+            bf16 *pairs = (bf16 *)(scratch->values + key / 2 * width) + key % 2;
+            for (int64_t d = 0; d < dim; d++) pairs[2 * d] = ((const bf16 *)values[key])[d];
+        } else if (dtype == FLOAT32) {
+            memcpy(scratch->values + key * width, values[key], dim * 4);
+        } else {
+            for (int64_t d = 0; d < dim; d++)
+                scratch->values[key * width + d] = (uint32_t)((const bf16 *)values[key])[d] << 16;
+        }
+    }
+}
+
+/* Keys and values of one tile; what is not there is zero, so that it weighs exactly nothing. */
+static void pack(const Scratch *scratch, const char *const *keys, const char *const *values, int64_t count,
+                 int64_t padded, int64_t dim, int64_t width, int dtype, int as_pairs) {
+#ifdef __AVX512F__
+    int64_t step = as_pairs ? 32 : LANES; /* elements of a vector */
+    if (dim % step || (dtype == BFLOAT16 && !as_pairs)) {
+        pack_slowly(scratch, keys, values, count, padded, dim, width, dtype, as_pairs);
+        return;
+    }
+    for (int64_t first = 0; first < padded; first += LANES)
+        for (int64_t d = 0; d < dim / step; d++) {
+            __m512i rows[LANES];
+            for (int i = 0; i < LANES; i++)
+                rows[i] = first + i < count ? _mm512_loadu_si512(keys[first + i] + 64 * d) : _mm512_setzero_si512();
+            transpose16(rows, scratch->keys + d * LANES * TILE + first, TILE);
+        }
+#if HAVE_DOT_BF16
+    if (as_pairs) {
+        __m512i low = _mm512_setzero_si512(), high;
+        uint16_t index[32];
+        for (int i = 0; i < 32; i++) index[i] = (uint16_t)(i / 2 + i % 2 * 32);
+        low = _mm512_loadu_si512(index);
+        high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (int64_t key = 0; key < padded; key += 2)
+            for (int64_t d = 0; d < dim / 32; d++) {
+                __m512i a = _mm512_setzero_si512(), b = a;
+                if (key < count) a = _mm512_loadu_si512(values[key] + 64 * d);
+                if (key + 1 < count) b = _mm512_loadu_si512(values[key + 1] + 64 * d);
+                uint32_t *out = scratch->values + key / 2 * width + 32 * d;
+                _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
+                _mm512_store_si512(out + 16, _mm512_permutex2var_epi16(a, high, b));
+            }
+        return;
+    }
+#endif
+    for (int64_t key = 0; key < padded; key++) {
+        if (key < count) memcpy(scratch->values + key * width, values[key], dim * 4);
+        else memset(scratch->values + key * width, 0, dim * 4);
+    }
+#else
+    pack_slowly(scratch, keys, values, count, padded, dim, width, dtype, as_pairs);
+#endif
+}
+
+/* acc[r][v] += sum over k of a[r][k] * b[k][v]: `rows` x 16 `vecs` outputs, in order of k. */
+static inline __attribute__((always_inline)) void multiply(const uint32_t *a, int64_t a_stride, const uint32_t *b,
+                                                           int64_t b_stride, int64_t depth, const int rows,
+                                                           const int vecs, const int as_pairs,
+                                                           vf acc[MAX_ROWS][TILE_VECS]) {
+    for (int64_t k = 0; k < depth; k++) {
+        vf right[TILE_VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) right[v] = *(const vf *)(b + k * b_stride + v * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            int32_t bits;
+            memcpy(&bits, a + r * a_stride + k, 4);
+            vf left = (vf)(bits - (vi){0});
+#pragma GCC unroll 4
+            for (int v = 0; v < vecs; v++) {
+#if HAVE_DOT_BF16
+                if (as_pairs) {
+                    acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)left, (__m512bh)right[v]);
+                    continue;
+                }
+#endif
+                (void)as_pairs;
+                acc[r][v] = fma16(left, right[v], acc[r][v]);
+            }
+        }
+    }
+}
+
+/* One register block: scores of `rows` rows against the tile, softmax, and the weighted values into the sums. */
+static inline __attribute__((always_inline)) void attend_rows(Scratch *scratch, int64_t first, const int rows,
+                                                              const int vecs, const int64_t *visible, float scale,
+                                                              int64_t depth, int64_t width, const int as_pairs) {
+    vf acc[MAX_ROWS][TILE_VECS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) acc[r][v] = (vf){0};
+    multiply(scratch->queries + first * depth, depth, scratch->keys, TILE, depth, rows, vecs, as_pairs, acc);
+
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t weights_stride = as_pairs ? TILE / 2 : TILE;
+    for (int r = 0; r < rows; r++) {
+        int32_t seen = (int32_t)visible[r];
+        vf score[TILE_VECS], peaks = splat(-INFINITY);
+        for (int v = 0; v < vecs; v++) {
+            score[v] = choose(lane + v * LANES < seen, acc[r][v] * scale, splat(-INFINITY));
+            peaks = choose(score[v] > peaks, score[v], peaks);
+        }
+        float old = scratch->peaks[first + r], peak = max16(peaks);
+        float *sums = scratch->sums + (first + r) * width;
+        vf total = scratch->totals[first + r];
+        if (peak > old) {
+            vf shrink = exp2_16(splat(old - peak));
+            total *= shrink;
+            for (int64_t d = 0; d < width; d += LANES) *(vf *)(sums + d) *= shrink;
+            scratch->peaks[first + r] = peak;
+        } else {
+            peak = old;
+        }
+        for (int v = 0; v < vecs; v++) {
+            vf weight = exp2_16(score[v] - peak);
+            weight = choose(lane + v * LANES < seen, weight, (vf){0});
+#if HAVE_DOT_BF16
+            if (as_pairs) {
+                __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
+                _mm256_store_si256((__m256i *)(scratch->weights + r * weights_stride + v * LANES / 2), rounded);
+                total += (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+                continue;
+            }
+#endif
+            *(vf *)(scratch->weights + r * weights_stride + v * LANES) = weight;
+            total += weight;
+        }
+        scratch->totals[first + r] = total;
+    }
+
+    int64_t keys = vecs * LANES / (as_pairs ? 2 : 1);
+    for (int64_t d = 0; d < width; d += TILE) {
+        float *sums = scratch->sums + first * width + d;
+        const uint32_t *values = scratch->values + d;
+        int64_t left = (width - d) / LANES;
+#define WEIGH(n)                                                                                                      \
+    do {                                                                                                              \
+        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++)                                                        \
+            _Pragma("GCC unroll 4") for (int v = 0; v < n; v++) acc[r][v] = *(vf *)(sums + r * width + v * LANES);    \
+        multiply(scratch->weights, weights_stride, values, width, keys, rows, n, as_pairs, acc);                      \
+        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++)                                                        \
+            _Pragma("GCC unroll 4") for (int v = 0; v < n; v++) *(vf *)(sums + r * width + v * LANES) = acc[r][v];    \
+    } while (0)
+        if (left >= 4) WEIGH(4);
+        else if (left == 3) WEIGH(3);
+        else if (left == 2) WEIGH(2);
+        else WEIGH(1);
+#undef WEIGH
+    }
+}
+
+#define ATTEND(rows, vecs)                                                                                            \
+    static __attribute__((noinline)) void attend_##rows##_##vecs(Scratch *scratch, int64_t first,                     \
+                                                                 const int64_t *visible, float scale, int64_t depth,  \
+                                                                 int64_t width, int as_pairs) {                       \
+        if (as_pairs) attend_rows(scratch, first, rows, vecs, visible, scale, depth, width, HAVE_DOT_BF16);           \
+        else attend_rows(scratch, first, rows, vecs, visible, scale, depth, width, 0);                                \
+    }
+#define ATTEND_VECS(rows) ATTEND(rows, 1) ATTEND(rows, 2) ATTEND(rows, 3) ATTEND(rows, 4)
+ATTEND_VECS(1)
+ATTEND_VECS(2)
+#if MAX_ROWS == 6
+ATTEND_VECS(3)
+ATTEND_VECS(4)
+ATTEND_VECS(5)
+ATTEND_VECS(6)
+#endif
+
+typedef void (*AttendRows)(Scratch *, int64_t, const int64_t *, float, int64_t, int64_t, int);
+#define ROW_OF_TABLE(rows) {attend_##rows##_1, attend_##rows##_2, attend_##rows##_3, attend_##rows##_4}
+static const AttendRows attend_table[MAX_ROWS][TILE_VECS] = {
+    ROW_OF_TABLE(1), ROW_OF_TABLE(2),
+#if MAX_ROWS == 6
+    ROW_OF_TABLE(3), ROW_OF_TABLE(4), ROW_OF_TABLE(5), ROW_OF_TABLE(6),
+#endif
+};
+
+/* Where keys and values of up to TILE tokens from `start` lie, for KV head 0. */
+typedef struct {
+    const char *keys[TILE], *values[TILE];
+    int64_t count;
+} Tile;
+
+static void locate(const Step *s, int64_t layer, const int32_t *table, int64_t start, int64_t end, Tile *tile) {
+    size_t size = element_size(s->dtype);
+    int64_t token = s->kv_heads * s->head_dim * (int64_t)size;
+    tile->count = end - start < TILE ? end - start : TILE;
+    for (int64_t i = 0; i < tile->count;) {
+        int64_t inside = (start + i) % s->block_size, block = table[(start + i) / s->block_size];
+        const char *base = (const char *)s->pool + inside * token;
+        const char *key = base + block_start(s, layer, block, 0) * size;
+        const char *value = base + block_start(s, layer, block, 1) * size;
+        for (; inside < s->block_size && i < tile->count; inside++, i++, key += token, value += token) {
+            tile->keys[i] = key;
+            tile->values[i] = value;
+        }
+    }
+}
+
+static inline void prefetch(const char *at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* Queries of one item and the query heads of KV heads [first_head, first_head + num_heads). */
+static int attend_item(const Step *s, int64_t layer, const char *queries, int64_t query_stride, char *out,
+                       const int32_t *item, int64_t first_head, int64_t num_heads) {
+    const int as_pairs = HAVE_DOT_BF16 && s->dtype == BFLOAT16;
+    size_t size = element_size(s->dtype);
+    int64_t first_row = item[0], count = item[1], position = item[2], group = s->heads / s->kv_heads;
+    const int32_t *table = s->tables + item[3];
+    int64_t dim = s->head_dim, rows = count * group, depth = as_pairs ? dim / 2 : dim;
+    int64_t width = (dim + LANES - 1) / LANES * LANES, head_bytes = dim * (int64_t)size;
+    Scratch scratch;
+    if (!reserve(&scratch, num_heads * rows, depth, width)) return 0;
+
+    for (int64_t row = 0; row < num_heads * rows; row++) { /* KV head, then query, then head of the group */
+        int64_t head = (first_head + row / rows) * group + row % group, query = first_row + row % rows / group;
+        const char *at = queries + (query * query_stride + head * dim) * size;
+        uint32_t *packed = scratch.queries + row * depth;
+        if (as_pairs || s->dtype == FLOAT32) memcpy(packed, at, head_bytes);
+        else
+            for (int64_t d = 0; d < dim; d++) packed[d] = (uint32_t)((const bf16 *)at)[d] << 16;
+        scratch.peaks[row] = -INFINITY;
+        scratch.totals[row] = (vf){0};
+    }
+    memset(scratch.sums, 0, num_heads * rows * width * sizeof(float));
+
+    float scale = (float)(1.4426950408889634 / sqrt((double)dim)); /* scores in units of log 2 */
+    int64_t end = position + count;
+    Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    locate(s, layer, table, 0, end, tile);
+    for (int64_t start = 0; start < end; start += TILE) {
+        int64_t keys = tile->count, vecs = (keys + LANES - 1) / LANES;
+        next->count = 0;
+        if (start + TILE < end) locate(s, layer, table, start + TILE, end, next);
+        for (int64_t head = first_head; head < first_head + num_heads; head++) {
+            const char *key_at[TILE], *value_at[TILE];
+            for (int64_t i = 0; i < keys; i++) {
+                key_at[i] = tile->keys[i] + head * head_bytes;
+                value_at[i] = tile->values[i] + head * head_bytes;
+            }
+            for (int64_t i = 0; i < next->count; i++) {
+                prefetch(next->keys[i] + head * head_bytes, head_bytes);
+                prefetch(next->values[i] + head * head_bytes, head_bytes);
+            }
+            pack(&scratch, key_at, value_at, keys, vecs * LANES, dim, width, (int)s->dtype, as_pairs);
+            int64_t base = (head - first_head) * rows;
+            for (int64_t row = 0; row < rows; row += MAX_ROWS) {
+                int64_t block = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, visible[MAX_ROWS];
+                for (int64_t r = 0; r < block; r++) visible[r] = position + (row + r) / group + 1 - start;
+                attend_table[block - 1][vecs - 1](&scratch, base + row, visible, scale, depth, width, as_pairs);
+            }
+        }
+        Tile *swapped = tile;
+        tile = next;
+        next = swapped;
+    }
+
+    for (int64_t row = 0; row < num_heads * rows; row++) {
+        int64_t head = (first_head + row / rows) * group + row % group, query = first_row + row % rows / group;
+        int64_t at = (query * s->heads + head) * dim;
+        float inverse = 1.0f / sum16(scratch.totals[row]);
+        for (int64_t d = 0; d < dim; d += LANES) /* + 0: a zero has one sign, however many masked keys were added */
+            store_vec(out, at + d, dim - d, (int)s->dtype, *(vf *)(scratch.sums + row * width + d) * inverse + 0.0f);
+    }
+    return 1;
+}
+
+/* Attention of every item. `queries`: rotated, rows `query_stride` elements apart. `out`: [num_rows, heads, head_dim].
+ * An item lies inside one tile of queries (its positions / TILE are equal). Returns 0 when memory ran out. */
+int terazi_attend(const Step *s, int64_t layer, const void *queries, int64_t query_stride, void *out) {
+    /* One pass over all heads of a token reads memory in order; one head at a time keeps many queries in the cache. */
+    int64_t step = s->num_items >= s->threads && s->heads * s->num_rows <= 24 * s->num_items ? s->kv_heads : 1;
+    int64_t parts = s->kv_heads / step, units = s->num_items * parts;
+    int ok = 1;
+#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1 && units > 1) schedule(dynamic) reduction(&& : ok)
+    for (int64_t unit = 0; unit < units; unit++)
+        ok = attend_item(s, layer, queries, query_stride, out, s->items + unit / parts * 4, unit % parts * step, step) && ok;
+    return ok;
+}
+
+/* What the loader checks before anything else: the layout of Step. */
+int64_t terazi_step_size(void) { return (int64_t)sizeof(Step); }

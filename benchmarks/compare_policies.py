@@ -1,27 +1,40 @@
 #!/usr/bin/env python3
-"""One trace under FCFS and under EG-MLFQ, in turn, each on a fresh `terazi serve` with the same settings.
+"""One trace under FCFS and under EG-MLFQ (and on a peer), in turn, each on a fresh server with the same slots.
 
-    compare_policies.py --trace T.jsonl [--model smollm2-135m] [--max-batch-size 16] [--engine torch] [--rounds 1]
+    python -m benchmarks.compare_policies --trace T.jsonl [--model smollm2-135m] [--max-batch-size 16] [--rounds 5]
+        [--peer-command "python -m vllm.entrypoints.openai.api_server --port 8200 ..." --peer-url http://127.0.0.1:8200]
 
-Prints each run's table and the ratios EG-MLFQ / FCFS: mean JCT per team, output tokens/s. With several rounds the order
-alternates, so that a machine that warms up or is shared favours neither.
+Prints each run's table, then for every figure the ratio EG-MLFQ / FCFS (or peer / EG-MLFQ): the median over the rounds
+of the ratio within one round, and its extremes. The order turns with every round, so that a machine that drifts favours
+nobody.
 """
 
 import argparse
+import asyncio
 import json
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
 
 from engine.model_store import prepare
-from engine.sim.workload import read_trace
+from engine.sim.workload import TraceRequest, read_trace
 from gateway.demo import POLICIES, QUESTION
 from gateway.policy_run import RunOptions, run_policy
-from gateway.render import print_table
+from gateway.render import CommandError, print_table
+from gateway.replay import Target, replay, summarise
 
 SHOWN = ("team", "requests", "failed", "ttft_mean", "ttft_p95", "jct_mean", "jct_p95", "slowdown_mean")
+PEER = "peer"
+PEER_START_SECONDS = 300
 
 
 def main() -> int:
@@ -31,46 +44,98 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="torch", choices=["torch", "sim"])
     parser.add_argument("--max-batch-size", default="16")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-command", default="", help="starts an OpenAI-compatible server of the same model")
+    parser.add_argument("--peer-url", default="", help="http://HOST:PORT where it then listens")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace)
     vocab_size = prepare(arguments.model).config.vocab_size
-    runs: list[dict[str, Any]] = []
+    rounds: list[dict[str, dict[str, Any]]] = []
+    names = [*POLICIES, PEER] if arguments.peer_command else list(POLICIES)
     with tempfile.TemporaryDirectory(prefix="terazi-compare-") as root:
         size = arguments.max_batch_size
         options = RunOptions(Path(root), arguments.engine, arguments.model, size, vocab_size, QUESTION)
         for number in range(arguments.rounds):
-            for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
-                run = run_policy(policy, trace, options, lambda _: None)
-                runs.append(run)
+            runs: dict[str, dict[str, Any]] = {}
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                if name == PEER:
+                    run = run_peer(arguments.peer_command, arguments.peer_url, trace, vocab_size)
+                else:
+                    run = run_policy(name, trace, options, lambda _: None)
+                runs[name] = {key: value for key, value in run.items() if key not in ("series", "samples")}
                 speed = f"{run['output_tokens_per_second']:.1f} output tokens/s, {run['wall_seconds']:.1f} s"
-                print_table(run["teams"], [*SHOWN, "share", "entitled", "preemptions"], title=f"{policy}: {speed}")
-    rows = ratios(runs)
-    print_table(rows, title="eg-mlfq over fcfs")
+                columns = SHOWN[:-1] if name == PEER else [*SHOWN, "share", "entitled", "preemptions"]
+                print_table(run["teams"], list(columns), title=f"round {number + 1}, {name}: {speed}")
+                sys.stdout.flush()
+            rounds.append(runs)
+    tables = {f"{over} over {under}": ratios(rounds, over, under) for over, under in pairs(names)}
+    for title, rows in tables.items():
+        print_table(rows, title=title)
     if arguments.out:
-        kept = [{name: value for name, value in run.items() if name not in ("series", "samples")} for run in runs]
-        arguments.out.write_text(json.dumps({"ratios": rows, "runs": kept}, indent=1) + "\n")
-    return 1 if any(run["failed"] for run in runs) else 0
+        arguments.out.write_text(json.dumps({"ratios": tables, "rounds": rounds}, indent=1) + "\n")
+    return 1 if any(run["failed"] for runs in rounds for run in runs.values()) else 0
 
 
-def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """EG-MLFQ over FCFS, each the mean of its rounds."""
+def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Which ratios are printed."""
+    return [("eg-mlfq", "fcfs")] + ([(PEER, "fcfs"), (PEER, "eg-mlfq")] if PEER in names else [])
 
-    def mean(policy: str, team: str, name: str) -> float:
-        chosen = [run for run in runs if run["policy"] == policy]
-        values = [row[name] for run in chosen for row in run["teams"] if row["team"] == team and row[name] is not None]
-        return statistics.fmean(values) if values else float("nan")
 
-    def speed(policy: str) -> float:
-        return statistics.fmean(run["output_tokens_per_second"] for run in runs if run["policy"] == policy)
+def ratios(rounds: Sequence[dict[str, dict[str, Any]]], over: str, under: str) -> list[dict[str, Any]]:
+    """For every figure, the ratio within each round: median, least and most."""
 
-    rows: list[dict[str, Any]] = [
-        {"of": f"{name} {team}", "ratio": mean("eg-mlfq", team, name) / mean("fcfs", team, name)}
-        for team in dict.fromkeys(row["team"] for run in runs for row in run["teams"])
-        for name in ("ttft_mean", "jct_mean", "slowdown_mean")
-    ]
-    return [*rows, {"of": "output tokens/s", "ratio": speed("eg-mlfq") / speed("fcfs")}]
+    def row(label: str, values: list[float]) -> dict[str, Any]:
+        return {"of": label, "median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    rows = []
+    for team in [row["team"] for row in rounds[0][over]["teams"]]:
+        for name in ("ttft_mean", "jct_mean", "jct_p95"):
+            found = [(_cell(runs[over], team, name), _cell(runs[under], team, name)) for runs in rounds]
+            values = [a / b for a, b in found if a is not None and b]
+            if values:
+                rows.append(row(f"{name} {team}", values))
+    speeds = [runs[over]["output_tokens_per_second"] / runs[under]["output_tokens_per_second"] for runs in rounds]
+    return [*rows, row("output tokens/s", speeds)]
+
+
+def _cell(run: dict[str, Any], team: str, name: str) -> float | None:
+    value: float | None = next(row[name] for row in run["teams"] if row["team"] == team)
+    return value
+
+
+def run_peer(command: str, url: str, trace: Sequence[TraceRequest], vocab_size: int) -> dict[str, Any]:
+    """Start the peer, replay, stop it; the part of `run_policy`'s document that a stranger can give."""
+    address = urlsplit(url)
+    with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            model = _model_of(process, url)
+            teams = list(dict.fromkeys(row.team for row in trace))
+            keys = dict.fromkeys(teams, "none")
+            target = Target(address.hostname or "", address.port or 80, model, keys, vocab_size)
+            warm = replay([TraceRequest(0, teams[0], 64, 16)], target)
+            asyncio.run(warm)
+            summary = summarise(asyncio.run(replay(trace, target)))
+        finally:
+            process.terminate()
+    rows = []
+    for team, one in summary["teams"].items():
+        row = {"team": team, "requests": one["requests"], "failed": one["failed"]}
+        for name in ("ttft", "jct"):
+            figures = one[f"{name}_seconds"] or {}
+            row |= {f"{name}_mean": figures.get("mean"), f"{name}_p95": figures.get("p95")}
+        rows.append(row)
+    return {**summary, "failed": summary["all"]["failed"], "teams": rows}
+
+
+def _model_of(process: subprocess.Popen[bytes], url: str) -> str:
+    deadline = time.monotonic() + PEER_START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            return str(httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError):
+            time.sleep(1)
+    raise CommandError(f"the peer does not answer at {url}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@
 - The rest of a body whose request has been answered (a 413, a 401) is taken in and dropped, so that the client sees the
   answer and not a reset, but only so much of it and for so long.
 - What is no HTTP is refused in the same JSON envelope as everything else.
+- An offer to upgrade the connection is declined by going on in HTTP/1.1 (RFC 9110 §7.8). The JVM's own client makes one
+  (h2c) with every request, body and all, which the parser would take for bytes of the other protocol.
 """
 
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
@@ -39,11 +42,28 @@ class _UntilClose(int):
     __hash__ = int.__hash__
 
 
+class _Parser(httptools.HttpRequestParser):
+    """httptools' parser, but one that ends at an offer to upgrade hands over to a fresh one without the offer."""
+
+    def __init__(self, protocol: "HttpProtocol") -> None:
+        super().__init__(protocol)
+        # As uvicorn has it: a body that was announced wrongly must not cost an answer that is on its way.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # uvicorn feeds nothing but bytes
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._protocol.go_on_without_upgrade(data[offer.args[0] :])
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's httptools protocol with these gaps closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
         self._is_in_head = True
         self._num_messages = 0  # begun on this connection
         self._head_bytes = 0  # of a head that is not complete
@@ -74,7 +94,19 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = self._dropped_bytes = 0
         self._arm(HEAD_SECONDS)
 
+    def go_on_without_upgrade(self, rest: bytes) -> None:
+        """The parser has read a head that offers an upgrade, and has stopped: read it again without the offer."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("no tunnels")
+        head = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        head += [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = _Parser(self)
+        self.parser.feed_data(b"".join([*head, b"\r\n", rest]))
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser stops right behind this head
         self._is_in_head = False
         self._disarm()
         super().on_headers_complete()
@@ -92,6 +124,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         if self.cycle.response_complete:
             self._disarm()

@@ -57,6 +57,32 @@ async def test_a_client_of_http_1_0_gets_each_token_at_once_as_plain_bytes_ended
         assert text_of(events(body.decode())) == "firstsecond"
 
 
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.2, something/9"])
+@pytest.mark.parametrize("num_parts", [1, 2, 400])
+async def test_an_offer_to_upgrade_is_declined_and_the_request_is_answered(offer: str, num_parts: int) -> None:
+    async with gateway(tcp=True) as g:
+        head, _, body = request_bytes(g, ignored="x" * 200).partition(b"\r\n\r\n")
+        head += f"\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: {offer}\r\nhttp2-settings: AAMAAABk".encode()
+        whole = head + b"\r\n\r\n" + body
+        size = -(-len(whole) // num_parts)
+        parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+        second = request_bytes(g).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+        answering = asyncio.ensure_future(exchange(g, *parts, second, pace=num_parts == 2))
+        for text in ("first", "second"):
+            submit = await g.engine.next_submit()
+            g.engine.say(submit.request_id, text)
+            g.engine.finish(submit.request_id, "stop")
+        answer = await answering
+        assert answer.count(b"HTTP/1.1 200 OK") == 2
+        assert answer.index(b"first") < answer.index(b"second")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with gateway(tcp=True) as g:
+        answer = await exchange(g, b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400") and b'"invalid_http"' in answer
+
+
 async def test_a_single_answer_to_http_1_0_has_its_length() -> None:
     async with gateway(tcp=True) as g:
         g.engine.script = g.engine.saying("hello")

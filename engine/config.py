@@ -22,5 +22,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_outbox_bytes: int = 4 * 1024**2  # unsent events; above it steps wait
     levels: int = 8
     fairness_window_ms: int = 1000  # tau_f
+    coast: bool = True  # teams of like requests are served in order of arrival
     deterministic: bool = False
     cache_dir: str = ""  # "" is ~/.cache/terazi

@@ -236,6 +236,7 @@ class Scheduler:
             sequence.num_computed = row.start + len(row.token_ids)
             sequence.device_us += charge_us
             tokens: tuple[int, ...] = ()
+            reason: FinishReason | None = None
             if row.seq_id in result.failed:
                 ending.append((sequence, "error"))
                 sequence.error = result.failed[row.seq_id]
@@ -249,7 +250,7 @@ class Scheduler:
                 if reason is not None:
                     ending.append((sequence, reason))
             new_tokens.append(tokens)
-            served.append(Served(row.seq_id, work_us, charge_us, bool(sequence.output_token_ids)))
+            served.append(Served(row.seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
 
         self.policy.settle(served, now_us)
         level_of = self.policy.level

@@ -277,6 +277,7 @@ def _assemble(
             parts.profile,
             levels=config.levels,
             fairness_window_us=config.fairness_window_ms * 1000,
+            coast=config.coast,
             chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
             context_len=parts.model.context_len,
         ),

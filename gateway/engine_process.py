@@ -162,6 +162,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         kind=settings.engine,
         model=settings.model,
         policy=settings.policy,
+        coast=settings.coast,
         dtype=settings.dtype,
         device=settings.device,
         num_threads=settings.num_threads,

@@ -44,6 +44,7 @@ class Settings:
     engine_socket: str
     model: str
     policy: str
+    coast: bool
     dtype: str
     device: str
     num_threads: int

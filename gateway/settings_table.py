@@ -128,6 +128,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", "str", "smollm2-135m", "A built-in name or a model directory.", "engine.model", "--model"),
     Setting("policy", "choice", "eg-mlfq", "Order of requests.", "engine.policy", "--policy", ("eg-mlfq", "fcfs")),
     Setting(
+        "coast",
+        "bool",
+        True,
+        "Serve a team whose requests are all about as long in order of arrival (eg-mlfq only).",
+        "engine.coast",
+    ),
+    Setting(
         "dtype", "choice", "auto", "Number format of weights.", "engine.dtype", "", ("auto", "float32", "bfloat16")
     ),
     Setting("device", "choice", "auto", "Where the model runs.", "engine.device", "", ("auto", "cpu", "cuda")),

@@ -20,7 +20,7 @@ class Fcfs(MeteredPolicy):
     name = "fcfs"
 
     def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(replace(config, levels=1, quanta_us=(), is_gated=False))
+        super().__init__(replace(config, levels=1, quanta_us=(), is_gated=False, coast=False))
         self._queue: dict[RankedSequence, None] = {}
         self._walk: Iterator[RankedSequence] = iter(())
         self._top: RankedSequence | None = None

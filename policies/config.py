@@ -27,6 +27,11 @@ class PolicyConfig:
     step_cost_max_us: int = 250_000  # the most that one sequence can cost in one step; u is this over the least weight
     decode_work_us: int = 25_000  # guess at a decode step's work until a sequence has shown one
     chunk_work_us: int = 200_000  # guess at a prompt chunk's work until a sequence has shown one
+    coast: bool = True  # teams of like requests go by arrival (`policies.coast`)
+    coast_below_percent: int = 80  # CV^2 below which a team starts to coast
+    coast_above_percent: int = 120  # CV^2 above which it stops
+    coast_completions: int = 256  # latest completions of a team that CV^2 is taken over
+    coast_completions_min: int = 16  # fewer say nothing
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -40,12 +45,22 @@ class PolicyConfig:
                 raise ValueError(f"{name} is negative")
         if self.theta_us is not None and self.theta_us < 0:
             raise ValueError("theta_us is negative")
+        if not 0 <= self.coast_below_percent <= self.coast_above_percent:
+            raise ValueError("coast_below_percent must be from 0 to coast_above_percent")
+        if not 1 <= self.coast_completions_min <= self.coast_completions:
+            raise ValueError("coast_completions_min must be from 1 to coast_completions")
 
     def quanta(self) -> tuple[int, ...]:
         """The quanta of all levels but the last, which has none."""
         if self.quanta_us:
             return self.quanta_us[: self.levels - 1]
         return tuple(self.base_quantum_us << level for level in range(self.levels - 1))
+
+    def coast_level(self, level: int) -> int:
+        """The level that a coasting team shows to others for a sequence in `level`: not above the middle, so that its
+        order of arrival cannot bring a long request in front of other teams' short ones.
+        """
+        return min(max(level, (self.levels + 1) // 2), self.levels - 1)
 
     @property
     def quantum_cost_us(self) -> int:
@@ -54,7 +69,13 @@ class PolicyConfig:
 
 
 def from_profile(
-    profile: StepProfile, *, levels: int, fairness_window_us: int, chunk_tokens: int, context_len: int
+    profile: StepProfile,
+    *,
+    levels: int,
+    fairness_window_us: int,
+    chunk_tokens: int,
+    context_len: int,
+    coast: bool = True,
 ) -> PolicyConfig:
     """The default constants (`docs/scheduling.md`): q_0 is twice the profiled decode step, u the largest chunk at the
     largest context (or a decode there, if that is more). `chunk_tokens` is the most prompt tokens of one sequence in
@@ -70,4 +91,5 @@ def from_profile(
         step_cost_max_us=round(profile.fixed_us + largest),
         decode_work_us=decode_work,
         chunk_work_us=profile.prefill_work_us(0, chunk),
+        coast=coast,
     )

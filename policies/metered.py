@@ -19,6 +19,7 @@ class MeteredPolicy:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._levels = Levels(config)
+        self._is_coast_on = config.coast
         self._meter = LagMeter(config)
         self._sequences: dict[int, RankedSequence] = {}
         self._step = 0  # the latest step; 0 is none yet
@@ -90,7 +91,9 @@ class MeteredPolicy:
             self._meter.num_refused += 1
 
     def settle(self, served: Sequence[Served], now_us: int) -> None:
-        """The step has run: the meter first, then the levels. Sequences that ended leave after this."""
+        """The step has run: the meter first, then the levels, then the mode of teams with completions. Sequences that
+        ended leave after this.
+        """
         assert not self._is_settled, "settle without begin"
         self._is_settled = True
         sequences = self._sequences
@@ -109,6 +112,11 @@ class MeteredPolicy:
             learn_cost(team)
             team.step_cost = team.step_work = 0
         self._levels.charge(rows)
+        if self._is_coast_on:
+            for sequence in [sequence for sequence, row in rows if row.has_finished]:
+                team = sequence.team
+                if team.coast.complete(sequence.attained):
+                    team.levels.set_coasting(team.coast.is_coasting)
 
     def leave(self, seq_id: int, now_us: int) -> None:
         """A sequence ended. Between steps only; raises KeyError for one that is not here."""
@@ -143,6 +151,7 @@ class MeteredPolicy:
                 waiting=team.num_live - team.num_taken,
                 running=team.num_taken,
                 lag=(team.lag - least) / meter.scale if team.num_live else 0.0,
+                is_coasting=team.levels.is_coasting,
             )
             for team in sorted(meter.teams.values(), key=lambda team: team.team_id)
             if team.was_active

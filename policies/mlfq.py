@@ -6,6 +6,9 @@ never wall time, so strangers in the batch cannot demote anyone.
 
 `place` is one global counter, drawn at arrival and at each demotion. Both append, so every queue is sorted by place
 by construction: joining, leaving and demotion are O(1), and nothing is ever sorted.
+
+A coasting team (`policies.coast`) keeps its levels but offers its sequences in order of arrival. That order is kept for
+every team, so a change of mode sorts nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -57,33 +60,58 @@ was_taken = attrgetter("step")  # true once it was in a step
 
 
 class LevelQueues:
-    """One team's sequences by (level, place). `head` is the first of them, None when there are none.
+    """One team's sequences by (level, place), or by arrival while it coasts. `head` is the first of them, None when
+    there are none.
 
     Everything that orders a team's own sequences is in here: a lane above level 0 is one more queue in front.
     """
 
-    __slots__ = ("head", "queues")
+    __slots__ = ("_coast_shown", "_shown", "arrivals", "head", "is_coasting", "queues", "shown")
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, config: PolicyConfig) -> None:
         # Dicts as ordered sets: append, remove anywhere, and walk from the front, all O(1) a step.
-        self.queues: tuple[dict[RankedSequence, None], ...] = tuple({} for _ in range(levels))
+        self.queues: tuple[dict[RankedSequence, None], ...] = tuple({} for _ in range(config.levels))
+        self.arrivals: dict[RankedSequence, None] = {}
         self.head: RankedSequence | None = None
+        self.is_coasting = False
+        self._shown = tuple(range(config.levels))
+        self._coast_shown = tuple(map(config.coast_level, self._shown))
+        self.shown = self._shown  # by level: what other teams see of it
 
     def push(self, sequence: RankedSequence) -> None:
-        """Append to its level's queue; its place must be the newest there."""
+        """Append a newcomer; its place must be the newest."""
+        self.arrivals[sequence] = None
         self.queues[sequence.level][sequence] = None
-        if self.head is None or sequence.level < self.head.level:
+        head = self.head
+        if head is None or (sequence.level < head.level and not self.is_coasting):
             self.head = sequence
 
     def remove(self, sequence: RankedSequence) -> None:
         """Take out, wherever it stands."""
+        del self.arrivals[sequence]
         del self.queues[sequence.level][sequence]
         if self.head is sequence:
             self.head = next(self.walk(), None)
 
+    def demote(self, sequence: RankedSequence, place: int) -> None:
+        """To the end of the next level, whose newest place is `place`."""
+        del self.queues[sequence.level][sequence]
+        sequence.level += 1
+        sequence.used = 0
+        sequence.place = place
+        self.queues[sequence.level][sequence] = None
+        if self.head is sequence and not self.is_coasting:
+            self.head = next(self.walk(), None)
+
+    def set_coasting(self, is_coasting: bool) -> None:
+        """Change the order, between steps only."""
+        self.is_coasting = is_coasting
+        self.shown = self._coast_shown if is_coasting else self._shown
+        self.head = next(self.walk(), None)
+
     def walk(self) -> Iterator[RankedSequence]:
         """All sequences, best first. Invalid once the queues change."""
-        return chain.from_iterable(self.queues)
+        return iter(self.arrivals) if self.is_coasting else chain.from_iterable(self.queues)
 
 
 class Levels:
@@ -127,19 +155,11 @@ class Levels:
                     sequence.next_work = self._decode_work
                     sequence.has_generated = True
                 if sequence.used >= quanta[sequence.level]:
-                    self._demote(sequence)
+                    sequence.team.levels.demote(sequence, self._draw_place())
             else:
                 left = sequence.prefill_work - sequence.attained
                 # A chunk may have been cut short by the step's token budget; the next one is a whole one again.
                 sequence.next_work = min(max(work, self._chunk_work), left) if left > 0 else work
-
-    def _demote(self, sequence: RankedSequence) -> None:
-        queues = sequence.team.levels
-        queues.remove(sequence)
-        sequence.level += 1
-        sequence.used = 0
-        sequence.place = self._draw_place()
-        queues.push(sequence)
 
     def _draw_place(self) -> int:
         self._next_place += 1

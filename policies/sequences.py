@@ -40,6 +40,7 @@ class Served:
     work_us: int  # stand-alone work of the tokens computed
     cost_us: int  # its part of the step's measured time; all parts of a step sum to the step
     has_generated: bool  # it has produced at least its first token, this step included
+    has_finished: bool = False  # this was its last step: it stopped or reached its length (not: aborted, failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,4 @@ class TeamService:
     running: int  # sequences in the latest step
     lag: float  # D, in cost-microseconds per unit of weight, above the least of the able teams
     promotions: int = 0
+    is_coasting: bool = False  # its requests go by arrival (`policies.coast`)

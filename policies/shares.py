@@ -16,6 +16,7 @@ import math
 from bisect import insort
 from collections.abc import Iterable
 
+from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.mlfq import LevelQueues, RankedSequence
 from policies.sequences import TeamTerms
@@ -28,6 +29,7 @@ class TeamShare:
 
     __slots__ = (
         "backlogged_us",
+        "coast",
         "cost_average",
         "entitled_us",
         "is_configured",
@@ -50,12 +52,13 @@ class TeamShare:
         "work_average",
     )
 
-    def __init__(self, terms: TeamTerms, levels: int) -> None:
+    def __init__(self, terms: TeamTerms, config: PolicyConfig) -> None:
         self.team_id = terms.team_id
         self.terms = terms
         self.weight = terms.weight
         self.is_configured = True
-        self.levels = LevelQueues(levels)
+        self.levels = LevelQueues(config)
+        self.coast = CoastMode(config)
         self.unit = 1  # scale / weight: what a microsecond of cost adds to `lag`
         self.lag = 0  # D times scale, with `provisional` while a step is being picked
         self.provisional = 0  # the part of `lag` that is only expected so far
@@ -121,7 +124,7 @@ class LagMeter:
                     del self.teams[team.team_id]
                 team.is_configured = False
         for terms in terms_by_id.values():
-            team = self.teams.setdefault(terms.team_id, TeamShare(terms, self._config.levels))
+            team = self.teams.setdefault(terms.team_id, TeamShare(terms, self._config))
             team.terms, team.weight, team.is_configured = terms, terms.weight, True
         self._rescale(sum(terms.weight for terms in terms_by_id.values()))
         self._clip()

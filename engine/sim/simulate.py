@@ -147,6 +147,7 @@ def _replay(
         profile,
         levels=config.levels,
         fairness_window_us=config.fairness_window_ms * 1000,
+        coast=config.coast,
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
         context_len=context_len,
     )

@@ -1,0 +1,58 @@
+"""Coast mode: a team whose requests all take about as long as each other is served in order of arrival.
+
+Levels pay when short requests wait behind long ones. Where all are alike they only let each newcomer pass the half-done
+ones, and every request ends late: two jobs of 8 steps end after 15 and 16 instead of 8 and 16 (O3). So each team has an
+estimate of how much its requests differ, the squared coefficient of variation CV^2 = variance / mean^2 of the work of
+its latest completions. Below the lower threshold the team coasts, above the upper one it is back to levels; in
+between nothing changes, so an ordinary mix does not flip to and fro. An exponential distribution has CV^2 = 1, the
+point at which neither order is better.
+
+Only finished sequences count. One that was aborted, timed out or failed has done part of its work, and how much says
+when its caller lost patience, not how long requests are; were it counted, callers could switch a team's order by
+hanging up.
+"""
+
+from collections import deque
+
+from policies.config import PolicyConfig
+
+_WHOLE = 100  # thresholds are in percent
+
+
+class CoastMode:
+    """One team's estimate and the mode that follows from it. Exact: sums are integers, CV^2 is never divided out."""
+
+    __slots__ = ("_above", "_below", "_least", "_square_sum", "_sum", "_window", "_works", "is_coasting")
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.is_coasting = False
+        self._below = config.coast_below_percent
+        self._above = config.coast_above_percent
+        self._least = config.coast_completions_min
+        self._window = config.coast_completions
+        self._works: deque[int] = deque()
+        self._sum = 0
+        self._square_sum = 0
+
+    def complete(self, work_us: int) -> bool:
+        """A sequence finished after `work_us` of work in all. Returns whether the mode changed."""
+        works = self._works
+        works.append(work_us)
+        self._sum += work_us
+        self._square_sum += work_us * work_us
+        if len(works) > self._window:
+            gone = works.popleft()
+            self._sum -= gone
+            self._square_sum -= gone * gone
+        if len(works) < self._least:
+            return False
+        # n * sum of squares - (sum)^2 is n^2 * variance, and (sum)^2 is n^2 * mean^2.
+        squared_mean = self._sum * self._sum
+        variance = len(works) * self._square_sum - squared_mean
+        if self.is_coasting:
+            changes = _WHOLE * variance > self._above * squared_mean
+        else:
+            changes = _WHOLE * variance < self._below * squared_mean
+        if changes:
+            self.is_coasting = not self.is_coasting
+        return changes

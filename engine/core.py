@@ -3,6 +3,10 @@
 `EngineCore` owns the inbox and the request ids. Everything that arrives while a step runs waits in the inbox and takes
 effect at the next step boundary, in order; so a plan made after an abort was handed in never contains the aborted
 sequence. Every accepted request ends exactly once, in the `finished` of one StepDone.
+
+The queue is bounded, and so is one team's part of it: when `max_queued_requests` wait, a request is still taken from a
+team that has fewer inside than that number divided by the teams that have any. So a flood fills the queue for the team
+that sends it, and for nobody else. With n teams at most (1 + 1/2 + ... + 1/n) times the number ever wait.
 """
 
 import math
@@ -53,6 +57,7 @@ class EngineCore:
         self._num_inbox_requests = 0
         self._team_ids: frozenset[int] = frozenset()
         self._request_ids: set[str] = set()  # accepted and not yet ended
+        self._num_of_team: dict[int, int] = {}  # the same by team, of those that have any
         self._seq_ids: dict[str, int] = {}  # request_id -> seq_id of those the scheduler has
         self._ended: list[Sequence] = []  # since the last StepDone
 
@@ -80,6 +85,7 @@ class EngineCore:
         now_us = self._clock.now_us()
         self._request_ids.add(message.request_id)
         self._num_inbox_requests += 1
+        self._num_of_team[message.team_id] = self._num_of_team.get(message.team_id, 0) + 1
         self._inbox.append(
             Request(
                 request_id=message.request_id,
@@ -157,6 +163,10 @@ class EngineCore:
         request_id = sequence.request.request_id
         self._request_ids.remove(request_id)
         del self._seq_ids[request_id]
+        team_id = sequence.request.team_id
+        self._num_of_team[team_id] -= 1
+        if not self._num_of_team[team_id]:
+            del self._num_of_team[team_id]
         self._runner.release(sequence.seq_id)
         self._ended.append(sequence)
 
@@ -166,8 +176,11 @@ class EngineCore:
             return "invalid_request", f"request id {message.request_id!r} is in use"
         if message.team_id not in self._team_ids:
             return "invalid_request", f"team {message.team_id} is not configured"
-        if self.scheduler.num_waiting + self._num_inbox_requests >= self._config.max_queued_requests:
-            return "queue_full", f"{self._config.max_queued_requests} requests are queued already"
+        most = self._config.max_queued_requests
+        if self.scheduler.num_waiting + self._num_inbox_requests >= most:
+            others = self._num_of_team.keys() - {message.team_id}
+            if not others or self._num_of_team.get(message.team_id, 0) >= most // (len(others) + 1):
+                return "queue_full", f"{most} requests are queued already"
         prompt = message.prompt_token_ids
         if not prompt:
             return "invalid_request", "the prompt has no tokens"

@@ -1,5 +1,7 @@
 """The core on a virtual clock: the inbox, refusals, timeouts, aborts in every state, and that all ends once."""
 
+import itertools
+
 import pytest
 
 from engine.clock import VirtualClock
@@ -146,6 +148,24 @@ def test_the_queue_is_bounded_and_counts_only_what_has_not_started() -> None:
     assert engine.core.add(submit("y", prompt=16, output=16)) is None
     assert isinstance(engine.core.add(submit("z")), Refused)
     assert set(ends(engine.run())) == {"r0", "r1", "r2", "x", "y"}
+
+
+def test_a_flood_fills_the_queue_for_the_team_that_sends_it_and_for_nobody_else() -> None:
+    engine = Engine(max_queued_requests=12, max_batch_size=1)
+    names = (f"r{number}" for number in itertools.count())
+
+    def taken(team_id: int, tries: int) -> int:
+        answers = [engine.core.add(submit(next(names), team_id=team_id)) for _ in range(tries)]
+        assert all(answer is None or answer.code == "queue_full" for answer in answers)
+        return answers.count(None)
+
+    assert taken(0, 100) == 12
+    assert taken(1, 100) == 6, "half of it, though the first has all"
+    assert taken(2, 100) == 4 and taken(3, 100) == 3
+    assert taken(0, 100) == 0
+    done = engine.run()
+    assert len(ends(done)) == 25
+    assert taken(1, 100) == 12, "alone again"
 
 
 def test_a_request_that_has_not_started_in_time_times_out_and_a_started_one_never() -> None:

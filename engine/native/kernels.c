@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
@@ -25,17 +25,27 @@
 #define HAVE_DOT_BF16 0
 #endif
 
-#define TILE 64
+/* Vector registers: their float lanes, and how many rows and vectors of accumulators one block of a product keeps. */
+#define MAX_ROWS 6
+#if defined(__AVX512F__)
 #define LANES 16
-#define TILE_VECS (TILE / LANES)
-#ifdef __AVX512F__
-#define MAX_ROWS 6 /* rows of one register block: 6 x 4 accumulators of the 32 vector registers */
+#define MAX_VECS 4
+#elif defined(__AVX__)
+#define LANES 8
+#define MAX_VECS 2
+#elif defined(__aarch64__)
+#define LANES 4
+#define MAX_VECS 4
 #else
-#define MAX_ROWS 2
+#define LANES 4
+#define MAX_VECS 2
 #endif
+#define TILE 64  /* keys; a multiple of every LANES */
+#define GRAIN 16 /* widths are padded to it, whatever LANES is */
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t quad __attribute__((vector_size(16), aligned(4)));
 typedef uint16_t bf16;
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -69,9 +79,11 @@ static inline bf16 to_bf16(float f) { /* to nearest even; NaN stays NaN */
 
 static inline vf splat(float x) { return x - (vf){0}; }
 
-static inline vf fma16(vf a, vf b, vf c) {
+static inline vf fma_vec(vf a, vf b, vf c) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__FP_FAST_FMAF)
     vf r;
     for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -83,7 +95,7 @@ static inline vf fma16(vf a, vf b, vf c) {
 
 static inline vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
-static inline float sum16(vf x) { /* always as a tree of halves */
+static inline float sum_vec(vf x) { /* always as a tree of halves */
     float s[LANES];
     memcpy(s, &x, sizeof s);
     for (int half = LANES / 2; half; half /= 2)
@@ -91,7 +103,7 @@ static inline float sum16(vf x) { /* always as a tree of halves */
     return s[0];
 }
 
-static inline float max16(vf x) {
+static inline float max_vec(vf x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)x);
 #else
@@ -102,18 +114,18 @@ static inline float max16(vf x) {
 }
 
 /* 2^x for x <= 0, about 1e-7 relative; what is below 2^-126 gives 2^-126. NaN stays NaN. */
-static inline vf exp2_16(vf x) {
+static inline vf exp2_vec(vf x) {
     const vf lowest = splat(-126.0f), magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     x = choose(x < lowest, lowest, x);
     vf t = x + magic;
     vf f = x - (t - magic); /* in [-1/2, 1/2] */
     vf p = splat(1.5403530393381608e-4f);
-    p = fma16(p, f, splat(1.3333558146428443e-3f));
-    p = fma16(p, f, splat(9.618129107628477e-3f));
-    p = fma16(p, f, splat(5.550410866482158e-2f));
-    p = fma16(p, f, splat(2.402265069591007e-1f));
-    p = fma16(p, f, splat(6.931471805599453e-1f));
-    p = fma16(p, f, splat(1.0f));
+    p = fma_vec(p, f, splat(1.3333558146428443e-3f));
+    p = fma_vec(p, f, splat(9.618129107628477e-3f));
+    p = fma_vec(p, f, splat(5.550410866482158e-2f));
+    p = fma_vec(p, f, splat(2.402265069591007e-1f));
+    p = fma_vec(p, f, splat(6.931471805599453e-1f));
+    p = fma_vec(p, f, splat(1.0f));
     return p * (vf)(((vi)t << 23) + 0x3f800000);
 }
 
@@ -159,9 +171,9 @@ static inline __attribute__((always_inline)) void add_norm_row(
             store_vec(x, base + i, hidden - i, dtype, v);
             v = load_vec(x, base + i, hidden - i, dtype); /* as rounded */
         }
-        sum = fma16(v, v, sum);
+        sum = fma_vec(v, v, sum);
     }
-    vf scale = splat(1.0f / sqrtf(sum16(sum) / (float)hidden + eps));
+    vf scale = splat(1.0f / sqrtf(sum_vec(sum) / (float)hidden + eps));
     for (int64_t i = 0; i < hidden; i += LANES) {
         vf v = load_vec(x, base + i, hidden - i, dtype) * scale * load_vec(weight, i, hidden - i, dtype);
         store_vec(out, base + i, hidden - i, dtype, v);
@@ -240,6 +252,7 @@ typedef struct {
     float *sums;       /* [rows, width] */
     float *peaks;      /* [rows] */
     vf *totals;        /* [rows], lane by lane */
+    float scores[MAX_ROWS * TILE] __attribute__((aligned(64)));
     uint32_t weights[MAX_ROWS * TILE] __attribute__((aligned(64)));
 } Scratch;
 
@@ -295,15 +308,33 @@ static inline __attribute__((always_inline)) void transpose16(__m512i r[16], uin
 static void pack_slowly(const Scratch *scratch, const char *const *keys, const char *const *values, int64_t count,
                         int64_t padded, int64_t dim, int64_t width, int dtype, int as_pairs) {
     int64_t depth = as_pairs ? dim / 2 : dim;
+    int is_dwords = as_pairs || dtype == FLOAT32;
     memset(scratch->values, 0, (as_pairs ? padded / 2 : padded) * width * 4);
-    for (int64_t key = 0; key < padded; key++) {
-        for (int64_t d = 0; d < depth; d++) {
-            uint32_t dword = 0;
-            if (key < count && (as_pairs || dtype == FLOAT32)) memcpy(&dword, keys[key] + 4 * d, 4);
-            else if (key < count) dword = (uint32_t)((const bf16 *)keys[key])[d] << 16;
-            scratch->keys[d * TILE + key] = dword;
+    for (int64_t key = 0; key < padded; key += 4) {
+        int64_t d = 0;
+        for (; is_dwords && key + 4 <= count && d + 4 <= depth; d += 4) {
+            quad r0, r1, r2, r3;
+            memcpy(&r0, keys[key] + 4 * d, 16);
+            memcpy(&r1, keys[key + 1] + 4 * d, 16);
+            memcpy(&r2, keys[key + 2] + 4 * d, 16);
+            memcpy(&r3, keys[key + 3] + 4 * d, 16);
+            quad a = __builtin_shuffle(r0, r1, (quad){0, 4, 1, 5}), b = __builtin_shuffle(r0, r1, (quad){2, 6, 3, 7});
+            quad c = __builtin_shuffle(r2, r3, (quad){0, 4, 1, 5}), e = __builtin_shuffle(r2, r3, (quad){2, 6, 3, 7});
+            uint32_t *out = scratch->keys + d * TILE + key;
+            *(quad *)out = __builtin_shuffle(a, c, (quad){0, 1, 4, 5});
+            *(quad *)(out + TILE) = __builtin_shuffle(a, c, (quad){2, 3, 6, 7});
+            *(quad *)(out + 2 * TILE) = __builtin_shuffle(b, e, (quad){0, 1, 4, 5});
+            *(quad *)(out + 3 * TILE) = __builtin_shuffle(b, e, (quad){2, 3, 6, 7});
         }
-        if (key >= count) continue;
+        for (; d < depth; d++)
+            for (int64_t i = key; i < key + 4; i++) {
+                uint32_t dword = 0;
+                if (i < count && is_dwords) memcpy(&dword, keys[i] + 4 * d, 4);
+                else if (i < count) dword = (uint32_t)((const bf16 *)keys[i])[d] << 16;
+                scratch->keys[d * TILE + i] = dword;
+            }
+    }
+    for (int64_t key = 0; key < count; key++) {
         if (as_pairs) {
             bf16 *pairs = (bf16 *)(scratch->values + key / 2 * width) + key % 2;
             for (int64_t d = 0; d < dim; d++) pairs[2 * d] = ((const bf16 *)values[key])[d];
@@ -360,13 +391,17 @@ static void pack(const Scratch *scratch, const char *const *keys, const char *co
 #endif
 }
 
-/* acc[r][v] += sum over k of a[r][k] * b[k][v]: `rows` x 16 `vecs` outputs, in order of k. */
-static inline __attribute__((always_inline)) void multiply(const uint32_t *a, int64_t a_stride, const uint32_t *b,
-                                                           int64_t b_stride, int64_t depth, const int rows,
-                                                           const int vecs, const int as_pairs,
-                                                           vf acc[MAX_ROWS][TILE_VECS]) {
+/* c[r][v] (+)= sum over k, in order, of a[r][k] * b[k][v]: `rows` rows and `vecs` vectors, which are constants. */
+static inline __attribute__((always_inline)) void multiply_block(
+    const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride, int64_t depth, float *c, int64_t c_stride,
+    int adds, const int rows, const int vecs, const int as_pairs) {
+    vf acc[MAX_ROWS][MAX_VECS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) acc[r][v] = adds ? *(vf *)(c + r * c_stride + v * LANES) : (vf){0};
     for (int64_t k = 0; k < depth; k++) {
-        vf right[TILE_VECS];
+        vf right[MAX_VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) right[v] = *(const vf *)(b + k * b_stride + v * LANES);
 #pragma GCC unroll 6
@@ -383,106 +418,88 @@ static inline __attribute__((always_inline)) void multiply(const uint32_t *a, in
                 }
 #endif
                 (void)as_pairs;
-                acc[r][v] = fma16(left, right[v], acc[r][v]);
+                acc[r][v] = fma_vec(left, right[v], acc[r][v]);
             }
         }
     }
-}
-
-/* One register block: scores of `rows` rows against the tile, softmax, and the weighted values into the sums. */
-static inline __attribute__((always_inline)) void attend_rows(Scratch *scratch, int64_t first, const int rows,
-                                                              const int vecs, const int64_t *visible, float scale,
-                                                              int64_t depth, int64_t width, const int as_pairs) {
-    vf acc[MAX_ROWS][TILE_VECS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) acc[r][v] = (vf){0};
-    multiply(scratch->queries + first * depth, depth, scratch->keys, TILE, depth, rows, vecs, as_pairs, acc);
+        for (int v = 0; v < vecs; v++) *(vf *)(c + r * c_stride + v * LANES) = acc[r][v];
+}
 
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t weights_stride = as_pairs ? TILE / 2 : TILE;
-    for (int r = 0; r < rows; r++) {
-        int32_t seen = (int32_t)visible[r];
-        vf score[TILE_VECS], peaks = splat(-INFINITY);
-        for (int v = 0; v < vecs; v++) {
-            score[v] = choose(lane + v * LANES < seen, acc[r][v] * scale, splat(-INFINITY));
-            peaks = choose(score[v] > peaks, score[v], peaks);
-        }
-        float old = scratch->peaks[first + r], peak = max16(peaks);
-        float *sums = scratch->sums + (first + r) * width;
-        vf total = scratch->totals[first + r];
-        if (peak > old) {
-            vf shrink = exp2_16(splat(old - peak));
-            total *= shrink;
-            for (int64_t d = 0; d < width; d += LANES) *(vf *)(sums + d) *= shrink;
-            scratch->peaks[first + r] = peak;
-        } else {
-            peak = old;
-        }
-        for (int v = 0; v < vecs; v++) {
-            vf weight = exp2_16(score[v] - peak);
-            weight = choose(lane + v * LANES < seen, weight, (vf){0});
-#if HAVE_DOT_BF16
-            if (as_pairs) {
-                __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
-                _mm256_store_si256((__m256i *)(scratch->weights + r * weights_stride + v * LANES / 2), rounded);
-                total += (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
-                continue;
-            }
-#endif
-            *(vf *)(scratch->weights + r * weights_stride + v * LANES) = weight;
-            total += weight;
-        }
-        scratch->totals[first + r] = total;
+typedef void (*Multiply)(const uint32_t *, int64_t, const uint32_t *, int64_t, int64_t, float *, int64_t, int, int);
+#define MULTIPLY(rows, vecs)                                                                                          \
+    static void multiply_##rows##_##vecs(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,    \
+                                         int64_t depth, float *c, int64_t c_stride, int adds, int as_pairs) {         \
+        if (as_pairs) multiply_block(a, a_stride, b, b_stride, depth, c, c_stride, adds, rows, vecs, HAVE_DOT_BF16);  \
+        else multiply_block(a, a_stride, b, b_stride, depth, c, c_stride, adds, rows, vecs, 0);                       \
     }
+#if MAX_VECS == 4
+#define FOR_VECS(rows) MULTIPLY(rows, 1) MULTIPLY(rows, 2) MULTIPLY(rows, 3) MULTIPLY(rows, 4)
+#define NAMES(rows) {multiply_##rows##_1, multiply_##rows##_2, multiply_##rows##_3, multiply_##rows##_4}
+#else
+#define FOR_VECS(rows) MULTIPLY(rows, 1) MULTIPLY(rows, 2)
+#define NAMES(rows) {multiply_##rows##_1, multiply_##rows##_2}
+#endif
+FOR_VECS(1) FOR_VECS(2) FOR_VECS(3) FOR_VECS(4) FOR_VECS(5) FOR_VECS(6)
+static const Multiply multiply_table[MAX_ROWS][MAX_VECS] = {NAMES(1), NAMES(2), NAMES(3),
+                                                            NAMES(4), NAMES(5), NAMES(6)};
 
-    int64_t keys = vecs * LANES / (as_pairs ? 2 : 1);
-    for (int64_t d = 0; d < width; d += TILE) {
-        float *sums = scratch->sums + first * width + d;
-        const uint32_t *values = scratch->values + d;
-        int64_t left = (width - d) / LANES;
-#define WEIGH(n)                                                                                                      \
-    do {                                                                                                              \
-        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++)                                                        \
-            _Pragma("GCC unroll 4") for (int v = 0; v < n; v++) acc[r][v] = *(vf *)(sums + r * width + v * LANES);    \
-        multiply(scratch->weights, weights_stride, values, width, keys, rows, n, as_pairs, acc);                      \
-        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++)                                                        \
-            _Pragma("GCC unroll 4") for (int v = 0; v < n; v++) *(vf *)(sums + r * width + v * LANES) = acc[r][v];    \
-    } while (0)
-        if (left >= 4) WEIGH(4);
-        else if (left == 3) WEIGH(3);
-        else if (left == 2) WEIGH(2);
-        else WEIGH(1);
-#undef WEIGH
+/* c[rows][width] (+)= a[rows][depth] * b[depth][width]; width a multiple of LANES. */
+static inline void multiply(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride, int64_t depth,
+                            float *c, int64_t c_stride, int adds, int64_t rows, int64_t width, int as_pairs) {
+    for (int64_t at = 0; at < width; at += MAX_VECS * LANES) {
+        int64_t vecs = (width - at) / LANES < MAX_VECS ? (width - at) / LANES : MAX_VECS;
+        multiply_table[rows - 1][vecs - 1](a, a_stride, b + at, b_stride, depth, c + at, c_stride, adds, as_pairs);
     }
 }
 
-#define ATTEND(rows, vecs)                                                                                            \
-    static __attribute__((noinline)) void attend_##rows##_##vecs(Scratch *scratch, int64_t first,                     \
-                                                                 const int64_t *visible, float scale, int64_t depth,  \
-                                                                 int64_t width, int as_pairs) {                       \
-        if (as_pairs) attend_rows(scratch, first, rows, vecs, visible, scale, depth, width, HAVE_DOT_BF16);           \
-        else attend_rows(scratch, first, rows, vecs, visible, scale, depth, width, 0);                                \
-    }
-#define ATTEND_VECS(rows) ATTEND(rows, 1) ATTEND(rows, 2) ATTEND(rows, 3) ATTEND(rows, 4)
-ATTEND_VECS(1)
-ATTEND_VECS(2)
-#if MAX_ROWS == 6
-ATTEND_VECS(3)
-ATTEND_VECS(4)
-ATTEND_VECS(5)
-ATTEND_VECS(6)
-#endif
+static const int32_t lanes[TILE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                    32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                    48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
 
-typedef void (*AttendRows)(Scratch *, int64_t, const int64_t *, float, int64_t, int64_t, int);
-#define ROW_OF_TABLE(rows) {attend_##rows##_1, attend_##rows##_2, attend_##rows##_3, attend_##rows##_4}
-static const AttendRows attend_table[MAX_ROWS][TILE_VECS] = {
-    ROW_OF_TABLE(1), ROW_OF_TABLE(2),
-#if MAX_ROWS == 6
-    ROW_OF_TABLE(3), ROW_OF_TABLE(4), ROW_OF_TABLE(5), ROW_OF_TABLE(6),
+/* One row's scores to weights, for the first `seen` of `keys` keys; the others weigh exactly nothing. */
+static inline void soften(Scratch *scratch, int64_t row, const float *scores, uint32_t *weights, int64_t keys,
+                          int64_t seen, float scale, int64_t width, int as_pairs) {
+    vf score[TILE / LANES], peaks = splat(-INFINITY);
+    vi limit = (int32_t)(seen < TILE ? seen : TILE) - (vi){0};
+    for (int64_t v = 0; v < keys / LANES; v++) {
+        vi lane;
+        memcpy(&lane, lanes + v * LANES, sizeof lane);
+        score[v] = choose(lane < limit, *(const vf *)(scores + v * LANES) * scale, splat(-INFINITY));
+        peaks = choose(score[v] > peaks, score[v], peaks);
+    }
+    float old = scratch->peaks[row], peak = max_vec(peaks);
+    vf total = scratch->totals[row];
+    if (peak > old) {
+        float *sums = scratch->sums + row * width;
+        vf shrink = exp2_vec(splat(old - peak));
+        total *= shrink;
+        for (int64_t d = 0; d < width; d += LANES) *(vf *)(sums + d) *= shrink;
+        scratch->peaks[row] = peak;
+    } else {
+        peak = old;
+    }
+    for (int64_t v = 0; v < keys / LANES; v++) {
+        vi lane;
+        memcpy(&lane, lanes + v * LANES, sizeof lane);
+        vf weight = choose(lane < limit, exp2_vec(score[v] - peak), (vf){0});
+#if HAVE_DOT_BF16
+        if (as_pairs) {
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
+            _mm256_store_si256((__m256i *)(weights + v * LANES / 2), rounded);
+            total += (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+            continue;
+        }
 #endif
-};
+        (void)as_pairs;
+        *(vf *)(weights + v * LANES) = weight;
+        total += weight;
+    }
+    scratch->totals[row] = total;
+}
 
 /* Where keys and values of up to TILE tokens from `start` lie, for KV head 0. */
 typedef struct {
@@ -518,7 +535,7 @@ static int attend_item(const Step *s, int64_t layer, const char *queries, int64_
     int64_t first_row = item[0], count = item[1], position = item[2], group = s->heads / s->kv_heads;
     const int32_t *table = s->tables + item[3];
     int64_t dim = s->head_dim, rows = count * group, depth = as_pairs ? dim / 2 : dim;
-    int64_t width = (dim + LANES - 1) / LANES * LANES, head_bytes = dim * (int64_t)size;
+    int64_t width = (dim + GRAIN - 1) / GRAIN * GRAIN, head_bytes = dim * (int64_t)size;
     Scratch scratch;
     if (!reserve(&scratch, num_heads * rows, depth, width)) return 0;
 
@@ -539,7 +556,7 @@ static int attend_item(const Step *s, int64_t layer, const char *queries, int64_
     Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
     locate(s, layer, table, 0, end, tile);
     for (int64_t start = 0; start < end; start += TILE) {
-        int64_t keys = tile->count, vecs = (keys + LANES - 1) / LANES;
+        int64_t keys = tile->count, padded = (keys + GRAIN - 1) / GRAIN * GRAIN;
         next->count = 0;
         if (start + TILE < end) locate(s, layer, table, start + TILE, end, next);
         for (int64_t head = first_head; head < first_head + num_heads; head++) {
@@ -552,12 +569,17 @@ static int attend_item(const Step *s, int64_t layer, const char *queries, int64_
                 prefetch(next->keys[i] + head * head_bytes, head_bytes);
                 prefetch(next->values[i] + head * head_bytes, head_bytes);
             }
-            pack(&scratch, key_at, value_at, keys, vecs * LANES, dim, width, (int)s->dtype, as_pairs);
+            pack(&scratch, key_at, value_at, keys, padded, dim, width, (int)s->dtype, as_pairs);
             int64_t base = (head - first_head) * rows;
             for (int64_t row = 0; row < rows; row += MAX_ROWS) {
-                int64_t block = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, visible[MAX_ROWS];
-                for (int64_t r = 0; r < block; r++) visible[r] = position + (row + r) / group + 1 - start;
-                attend_table[block - 1][vecs - 1](&scratch, base + row, visible, scale, depth, width, as_pairs);
+                int64_t block = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+                multiply(scratch.queries + (base + row) * depth, depth, scratch.keys, TILE, depth, scratch.scores, TILE,
+                         0, block, padded, as_pairs);
+                for (int64_t r = 0; r < block; r++)
+                    soften(&scratch, base + row + r, scratch.scores + r * TILE, scratch.weights + r * TILE, padded,
+                           position + (row + r) / group + 1 - start, scale, width, as_pairs);
+                multiply(scratch.weights, TILE, scratch.values, width, as_pairs ? padded / 2 : padded,
+                         scratch.sums + (base + row) * width, width, 1, block, width, as_pairs);
             }
         }
         Tile *swapped = tile;
@@ -568,7 +590,7 @@ static int attend_item(const Step *s, int64_t layer, const char *queries, int64_
     for (int64_t row = 0; row < num_heads * rows; row++) {
         int64_t head = (first_head + row / rows) * group + row % group, query = first_row + row % rows / group;
         int64_t at = (query * s->heads + head) * dim;
-        float inverse = 1.0f / sum16(scratch.totals[row]);
+        float inverse = 1.0f / sum_vec(scratch.totals[row]);
         for (int64_t d = 0; d < dim; d += LANES) /* + 0: a zero has one sign, however many masked keys were added */
             store_vec(out, at + d, dim - d, (int)s->dtype, *(vf *)(scratch.sums + row * width + d) * inverse + 0.0f);
     }

@@ -1,4 +1,4 @@
-"""The attention backend against loops in float32, over the shapes it must serve, and its probes."""
+"""The attention backends against loops in float32, over the shapes they must serve, and the probes of one of them."""
 
 import math
 import random
@@ -6,13 +6,16 @@ import random
 import pytest
 import torch
 
-from engine.attention import Span
+from engine.attention import AttentionBackend, Span
 from engine.attention.gather_sdpa import GatherSdpa, padding_granularity
+from engine.attention.paged_native import PagedNative
 from engine.kv_cache import KVAllocationError, KVCache
+from engine.model import rotate
 from engine.model_config import ModelConfig, RopeScaling
-from tests.engine.torch_schedules import BLOCK_SIZE
+from tests.engine.torch_schedules import BLOCK_SIZE, native_kernels
 
 CPU = torch.device("cpu")
+BACKENDS = ["torch", "native"]
 
 
 def config_of(kv_heads: int, group: int, head_dim: int, context: int = 256) -> ModelConfig:
@@ -50,18 +53,26 @@ def reference(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 class Filled:
     """A cache with sequences of random keys and values, written through its own interface in layer 1."""
 
-    def __init__(self, config: ModelConfig, lengths: list[int], dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        lengths: list[int],
+        dtype: torch.dtype,
+        seed: int = 0,
+        num_blocks: int = 64,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.cache = KVCache(config, 64, BLOCK_SIZE, dtype, CPU)
+        self.cache = KVCache(config, num_blocks, block_size, dtype, CPU)
         self.generator, self.config, self.dtype = generator, config, dtype
-        free = list(range(64))
+        free = list(range(num_blocks))
         random.Random(seed).shuffle(free)
         self.tables, self.keys, self.values = [], [], []
         for length in lengths:
-            table = [free.pop() for _ in range(-(-length // BLOCK_SIZE))]
+            table = [free.pop() for _ in range(-(-length // block_size))]
             shape = (length, config.num_kv_heads, config.head_dim)
             keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-            slots = torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length)])
+            slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(length)])
             self.cache.write(1, self.cache.token_index(slots), keys, values)
             self.tables.append(table)
             self.keys.append(keys)
@@ -71,13 +82,22 @@ class Filled:
         shape = (count, self.config.num_heads, self.config.head_dim)
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
+    def backend(self, name: str, granularity: int | None = None) -> AttentionBackend:
+        if name == "torch":
+            return GatherSdpa(self.config, self.cache, granularity)
+        angles = torch.arange(self.config.context_len).unsqueeze(1) / (1 + torch.arange(self.config.head_dim // 2))
+        self.cos = angles.cos().repeat(1, 2)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], dim=1)
+        return PagedNative(self.config, self.cache, native_kernels(), self.cos, self.sin)
 
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_decode_equals_the_loops(group: int, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 96, 128, 256])
+def test_decode_equals_the_loops(group: int, head_dim: int, name: str) -> None:
     lengths = [1, 15, 16, 17, 100]
     filled = Filled(config_of(2, group, head_dim), lengths, torch.float32)
-    backend = GatherSdpa(filled.config, filled.cache)
+    backend = filled.backend(name)
     spans = [Span(n - 1, 1, table) for n, table in zip(lengths, filled.tables, strict=True)]
     queries = filled.queries(len(lengths))
     out = backend.attend(1, queries, backend.plan(spans, []))
@@ -86,14 +106,15 @@ def test_decode_equals_the_loops(group: int, head_dim: int) -> None:
         assert torch.allclose(out[i : i + 1], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("count", [1, 2, 31, 33])
 @pytest.mark.parametrize("context", [1, 15, 16, 17])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 80), (8, 128), (3, 96)])
-def test_prompt_chunks_equal_the_loops(count: int, context: int, group: int, head_dim: int) -> None:
+def test_prompt_chunks_equal_the_loops(count: int, context: int, group: int, head_dim: int, name: str) -> None:
     """Chunks of `count` tokens after `context - 1` earlier ones, two sequences in one step."""
     length = context - 1 + count
     filled = Filled(config_of(2, group, head_dim), [length, length + 40], torch.float32)
-    backend = GatherSdpa(filled.config, filled.cache)
+    backend = filled.backend(name)
     spans = [Span(context - 1, count, filled.tables[0]), Span(context + 39, count, filled.tables[1])]
     queries = filled.queries(2 * count)
     out = backend.attend(1, queries, backend.plan([], spans))
@@ -105,14 +126,14 @@ def test_prompt_chunks_equal_the_loops(count: int, context: int, group: int, hea
 
 @pytest.mark.case("K78")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", [None, 0])
+@pytest.mark.parametrize(("name", "granularity"), [("torch", None), ("torch", 0), ("native", None)])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_a_row_has_the_same_bits_alone_and_in_a_mixed_step(
-    dtype: torch.dtype, granularity: int | None, group: int
+    dtype: torch.dtype, name: str, granularity: int | None, group: int
 ) -> None:
     lengths = [1, 40, 130, 17, 200, 90]
     filled = Filled(config_of(2, group, 64), lengths, dtype)
-    backend = GatherSdpa(filled.config, filled.cache, granularity)
+    backend = filled.backend(name, granularity)
     decode = [Span(n - 1, 1, t) for n, t in zip(lengths[:4], filled.tables[:4], strict=True)]
     prefill = [Span(30, lengths[4] - 30, filled.tables[4]), Span(0, lengths[5], filled.tables[5])]
     queries = filled.queries(4 + lengths[4] - 30 + lengths[5])
@@ -127,6 +148,93 @@ def test_a_row_has_the_same_bits_alone_and_in_a_mixed_step(
             rows = slice(first + offset, first + offset + part.count)
             assert torch.equal(mixed[rows], backend.attend(1, queries[rows], backend.plan([], [part])))
         first += span.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("context", "block_size"), [(4097, 16), (700, 5), (513, 256)])
+def test_long_contexts_and_other_block_sizes(dtype: torch.dtype, context: int, block_size: int) -> None:
+    config = config_of(2, 3, 64, context=4200)
+    filled = Filled(config, [context], dtype, num_blocks=4200 // block_size + 1, block_size=block_size)
+    backend = filled.backend("native")
+    queries = filled.queries(34)
+    spans = [Span(context - 1, 1, filled.tables[0]), Span(context - 33, 33, filled.tables[0])]
+    out = backend.attend(1, queries, backend.plan(spans[:1], spans[1:]))
+    for rows, span in ((slice(0, 1), spans[0]), (slice(1, 34), spans[1])):
+        expected = reference(queries[rows], filled.keys[0], filled.values[0], span.start)
+        assert torch.allclose(out[rows].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.case("K78")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 64), (8, 20)])
+def test_native_bits_depend_on_the_position_alone(dtype: torch.dtype, group: int, head_dim: int) -> None:
+    """A chunk, a generated token and two threads: one result, so recomputing a prompt changes nothing either."""
+    filled = Filled(config_of(2, group, head_dim), [200], dtype)
+    backend = filled.backend("native")
+    queries = filled.queries(200)
+    table = filled.tables[0]
+    whole = backend.attend(1, queries, backend.plan([], [Span(0, 200, table)]))
+    singly = backend.attend(1, queries, backend.plan([Span(i, 1, table) for i in range(200)], []))
+    assert torch.equal(whole, singly)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(whole, backend.attend(1, queries, backend.plan([], [Span(0, 200, table)])))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_after_the_end_are_never_read(dtype: torch.dtype) -> None:
+    filled = Filled(config_of(2, 3, 64), [21, 70], dtype)
+    backend = filled.backend("native")
+    queries = filled.queries(31)
+    plan = backend.plan([Span(20, 1, filled.tables[0])], [Span(40, 30, filled.tables[1])])
+    expected = backend.attend(1, queries, plan)
+    kept = filled.cache.pool.clone()
+    filled.cache.pool.fill_(math.nan)
+    for table, length in zip(filled.tables, (21, 70), strict=True):
+        for position in range(length):
+            at = (table[position // BLOCK_SIZE], 1, slice(None), position % BLOCK_SIZE)
+            filled.cache.pool[at] = kept[at]
+    assert torch.equal(backend.attend(1, queries, plan), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [20, 64, 96])
+def test_fused_rotation_and_write_equal_the_plain_ones(dtype: torch.dtype, head_dim: int) -> None:
+    filled = Filled(config_of(2, 3, head_dim), [40, 9], dtype)
+    backend = filled.backend("native")
+    assert isinstance(backend, PagedNative)
+    spans = [Span(8, 1, filled.tables[1]), Span(5, 30, filled.tables[0])]
+    qkv = torch.randn((31, 10, head_dim), generator=filled.generator).to(dtype)
+    positions = torch.tensor([8, *range(5, 35)])
+    rotated = rotate(qkv[:, :8], filled.cos[positions].unsqueeze(1), filled.sin[positions].unsqueeze(1))
+    plain = filled.cache.pool.clone()
+    slots = [
+        span.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for span in spans
+        for p in range(span.start, span.end)
+    ]
+    filled.cache.write(1, filled.cache.token_index(torch.tensor(slots)), rotated[:, 6:], qkv[:, 8:])
+    written = filled.cache.pool.clone()
+    expected = backend.attend(1, rotated[:, :6].contiguous(), backend.plan(spans[:1], spans[1:]))
+    filled.cache.pool.copy_(plain)
+    got = backend.attend_fused(1, qkv.flatten(1), backend.plan(spans[:1], spans[1:]))
+    assert torch.equal(filled.cache.pool, written)
+    assert torch.equal(got, expected.flatten(1))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_row_is_not_finite_and_harms_no_other(poison: float) -> None:
+    filled = Filled(config_of(2, 3, 64), [70, 70], torch.bfloat16)
+    backend = filled.backend("native")
+    queries = filled.queries(2)
+    plan = backend.plan([Span(69, 1, table) for table in filled.tables], [])
+    expected = backend.attend(1, queries, plan)
+    queries[1] = poison
+    got = backend.attend(1, queries, plan)
+    assert torch.equal(got[0], expected[0])
+    assert not torch.isfinite(got[1]).any()
 
 
 def test_the_padding_probe_finds_something_or_says_none() -> None:

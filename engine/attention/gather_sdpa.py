@@ -2,10 +2,10 @@
 
 How rows stay independent (checked by `padding_granularity` at load and by the tests):
 - Query heads that share a KV head are folded into the query dimension, so GQA needs no repeated keys.
-- Decode rows run as one batch; each sees its own context, the rest is masked. The KV length is padded to a multiple
-  for which the kernel's sums were found not to change when the padding grows. If there is none (float32 with several
-  threads: MKL's kernel depends on the alignment of each thread's buffer), each row runs alone, padded by its own
-  length only.
+- Decode rows run in a few batches of similar length; each sees its own context, the rest is masked. The KV length is
+  padded to a multiple for which the kernel's sums were found not to change when the padding grows. If there is none
+  (float32 with several threads: MKL's kernel depends on the alignment of each thread's buffer), each row runs alone,
+  padded by its own length only.
 - Prompt rows run in query tiles at *absolute* positions [k*T, (k+1)*T), with keys [0, (k+1)*T). The shape of the call
   is a function of the tile alone, so it does not matter where chunks begin or end.
 """
@@ -24,13 +24,14 @@ from engine.row_classes import cancelling
 
 QUERY_TILE = 64
 GRANULARITIES = (16, 32, 64, 128, 256, 512)
+CALL_TOKENS = 128  # what one more call costs, in tokens of KV read for one row
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decode rows that run as one call, all with the same padded KV length."""
 
-    rows: slice
+    rows: torch.Tensor | slice  # which of the step's rows
     block_index: torch.Tensor  # [rows * blocks]
     mask: torch.Tensor  # [rows, 1, 1, kv_len]: 0 or -inf
     num_rows: int
@@ -138,14 +139,19 @@ class GatherSdpa:
         out[rows] = unfolded[chunk.offset : chunk.offset + chunk.count]
 
     def _decode_groups(self, spans: Sequence[Span]) -> tuple[DecodeGroup, ...]:
-        if not spans:
-            return ()
-        if self.is_batched:
-            return (self._group(slice(0, len(spans)), spans),)
-        return tuple(self._group(slice(i, i + 1), [span]) for i, span in enumerate(spans))
+        if not self.is_batched:
+            return tuple(self._group(slice(i, i + 1), [span], self._padded(span)) for i, span in enumerate(spans))
+        lengths = [self._padded(span) for span in spans]
+        groups = []
+        for members in length_groups(lengths):
+            rows = slice(0, len(spans)) if len(members) == len(spans) else torch.tensor(members, device=self.device)
+            groups.append(self._group(rows, [spans[i] for i in members], max(lengths[i] for i in members)))
+        return tuple(groups)
 
-    def _group(self, rows: slice, spans: Sequence[Span]) -> DecodeGroup:
-        kv_len = -(-max(span.end for span in spans) // self.granularity) * self.granularity
+    def _padded(self, span: Span) -> int:
+        return -(-span.end // self.granularity) * self.granularity
+
+    def _group(self, rows: torch.Tensor | slice, spans: Sequence[Span], kv_len: int) -> DecodeGroup:
         visible = torch.arange(kv_len) < torch.tensor([span.end for span in spans]).unsqueeze(1)
         mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, -math.inf)
         return DecodeGroup(
@@ -181,6 +187,33 @@ class GatherSdpa:
             flat.extend(span.block_table[:used])
             flat.extend([self.cache.null_block] * (num_blocks - used))
         return self.cache.block_index(torch.tensor(flat, device=self.device))
+
+
+def length_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows (by index, in order) that should share a call, each padded to the longest of its group.
+
+    The least total of padded tokens plus `CALL_TOKENS` for each call, over groups that are neighbours in length.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(row)
+    distinct = sorted(by_length)
+    costs, starts = [0], [0]  # of the first n distinct lengths; where their last group starts
+    for n in range(1, len(distinct) + 1):
+        num_rows, best, best_start = 0, math.inf, 0
+        for start in range(n - 1, -1, -1):
+            num_rows += len(by_length[distinct[start]])
+            cost = costs[start] + CALL_TOKENS + num_rows * distinct[n - 1]
+            if cost < best:
+                best, best_start = cost, start
+        costs.append(int(best))
+        starts.append(best_start)
+    groups: list[list[int]] = []
+    end = len(distinct)
+    while end:
+        groups.append(sorted(row for length in distinct[starts[end] : end] for row in by_length[length]))
+        end = starts[end]
+    return groups
 
 
 def padding_granularity(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:

@@ -2,12 +2,13 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 from engine.attention import AttentionBackend, Span
-from engine.attention.gather_sdpa import GatherSdpa, padding_granularity
+from engine.attention.gather_sdpa import CALL_TOKENS, GatherSdpa, length_groups, padding_granularity
 from engine.attention.paged_native import PagedNative
 from engine.kv_cache import KVAllocationError, KVCache
 from engine.model import rotate
@@ -131,7 +132,7 @@ def test_prompt_chunks_equal_the_loops(count: int, context: int, group: int, hea
 def test_a_row_has_the_same_bits_alone_and_in_a_mixed_step(
     dtype: torch.dtype, name: str, granularity: int | None, group: int
 ) -> None:
-    lengths = [1, 40, 130, 17, 200, 90]
+    lengths = [1, 40, 250, 17, 200, 90]
     filled = Filled(config_of(2, group, 64), lengths, dtype)
     backend = filled.backend(name, granularity)
     decode = [Span(n - 1, 1, t) for n, t in zip(lengths[:4], filled.tables[:4], strict=True)]
@@ -235,6 +236,30 @@ def test_a_poisoned_row_is_not_finite_and_harms_no_other(poison: float) -> None:
     got = backend.attend(1, queries, plan)
     assert torch.equal(got[0], expected[0])
     assert not torch.isfinite(got[1]).any()
+
+
+def test_one_long_row_does_not_stretch_the_others() -> None:
+    assert length_groups([]) == []
+    assert length_groups([64, 64, 64]) == [[0, 1, 2]]
+    assert length_groups([64, 2048, 64, 128]) == [[1], [0, 2, 3]]
+    assert length_groups([64, 128]) == [[0, 1]]  # a second call would cost more than the padding
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_length_groups_cost_the_least(seed: int) -> None:
+    """Against every way to cut the sorted rows."""
+    rng = random.Random(seed)
+    lengths = [64 * rng.randint(1, 12) for _ in range(rng.randint(1, 8))]
+    groups = length_groups(lengths)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+
+    def cost(parts: list[list[int]]) -> int:
+        return sum(CALL_TOKENS + len(part) * max(part) for part in parts if part)
+
+    ordered = sorted(lengths)
+    cuts = [[i for i in range(1, len(lengths)) if mask >> i & 1] for mask in range(0, 2 ** len(lengths), 2)]
+    every = ([ordered[a:b] for a, b in pairwise([0, *cut, len(lengths)])] for cut in cuts)
+    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, every))
 
 
 def test_the_padding_probe_finds_something_or_says_none() -> None:

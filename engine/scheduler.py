@@ -12,6 +12,7 @@ and does no I/O: the same calls give the same plans.
   blocks of its prompt and clamped max tokens fit beside the same sum over all started ones. Growth then never fails.
 * **Reservation** (docs/scheduling.md). The first sequence refused more than 16 times holds the one reservation until
   it fits; others start only beside it. One holder cannot deadlock, and a large head cannot starve behind small ones.
+  It is the policy's `claimant` whose sequences may hold it, and it is taken back from a team that is no longer that.
 * **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
   than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
 """
@@ -70,6 +71,9 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, Sequence] = {}
         self._waiting: dict[int, Sequence] = {}  # without a first step, in order of arrival
+        self._waiting_of: dict[int, dict[int, Sequence]] = {}  # the same by team
+        self._claimant: int | None = None  # of this step, once it is known; None is any team
+        self._is_claimant_known = False
         self._needs: list[tuple[int, int]] = []  # heap of (num_blocks_max, seq_id), also of sequences long started
         self._num_closed = 0  # steps in which nothing new fitted
         self._ran_last: list[Sequence] = []
@@ -130,6 +134,7 @@ class Scheduler:
         self._sequences[seq_id] = sequence
         sequence.num_closed_before = self._num_closed
         self._waiting[seq_id] = sequence
+        self._waiting_of.setdefault(request.team_id, {})[seq_id] = sequence
         heapq.heappush(self._needs, (num_blocks_max, seq_id))
         if request.start_by_us is not None:
             heapq.heappush(self._deadlines, (request.start_by_us, seq_id))
@@ -176,6 +181,9 @@ class Scheduler:
 
         policy.begin(now_us)
         refused: list[Sequence] = []
+        self._is_claimant_known = False
+        if self._holder is not None and not self._may_hold(self._holder):
+            self._holder = None
         is_closed = self._close(refused)
         while slots_left and tokens_left:
             seq_id = best()
@@ -273,6 +281,7 @@ class Scheduler:
         started = [s for s in self._sequences.values() if s.status is not Status.WAITING]
         assert self._num_committed == sum(s.num_blocks_max for s in started) <= self.pool.num_blocks
         assert self.num_waiting == len(self._sequences) - len(started)
+        assert self.num_waiting == sum(len(waiting) for waiting in self._waiting_of.values())
         assert all(len(s.table.blocks) <= s.num_blocks_max for s in started)
         assert not any(s.table.blocks for s in self._sequences.values() if s.status is Status.WAITING)
         assert not any(s.is_finished for s in self._sequences.values())
@@ -296,12 +305,27 @@ class Scheduler:
         for sequence in refused:
             sequence.num_refusals -= 1  # a step counts once
         if self._holder is None:
-            self._reserve_for(next(iter(self._waiting.values())))
+            claimant = self._find_claimant()
+            waiting = self._waiting if claimant is None else self._waiting_of.get(claimant)
+            if waiting:
+                self._reserve_for(next(iter(waiting.values())))
         return True
 
+    def _find_claimant(self) -> int | None:
+        """Whose sequences may hold the reservation in this step; asked only when somebody might."""
+        if not self._is_claimant_known:
+            self._is_claimant_known = True
+            holding = self._holder.request.team_id if self._holder is not None else None
+            self._claimant = self.policy.claimant(self._waiting_of, holding)
+        return self._claimant
+
+    def _may_hold(self, sequence: Sequence) -> bool:
+        return self._find_claimant() in (None, sequence.request.team_id)
+
     def _reserve_for(self, sequence: Sequence) -> None:
-        """Give the free reservation to a sequence that was refused often enough."""
-        if sequence.num_refusals + self._num_closed - sequence.num_closed_before > REFUSALS_BEFORE_RESERVATION:
+        """Give the free reservation to a sequence that was refused often enough, if its team may hold it."""
+        num_refusals = sequence.num_refusals + self._num_closed - sequence.num_closed_before
+        if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(sequence):
             self._holder = sequence
 
     def _try_start(self, sequence: Sequence, now_us: int) -> bool:
@@ -316,10 +340,18 @@ class Scheduler:
         if holder is sequence:
             self._holder = None
         self._num_committed += sequence.num_blocks_max
-        del self._waiting[sequence.seq_id]
+        self._forget_waiting(sequence)
         sequence.first_step_us = now_us
         sequence.move_to(Status.RUNNING)
         return True
+
+    def _forget_waiting(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.seq_id]
+        team_id = sequence.request.team_id
+        waiting = self._waiting_of[team_id]
+        del waiting[sequence.seq_id]
+        if not waiting:
+            del self._waiting_of[team_id]
 
     def _change_slots(self, picked: list[Sequence]) -> None:
         """Give the picked their slots; whoever ran in the step before and is not among them has lost its own."""
@@ -345,7 +377,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now_us: int) -> None:
         if sequence.status is Status.WAITING:
-            del self._waiting[sequence.seq_id]
+            self._forget_waiting(sequence)
         else:
             self._num_committed -= sequence.num_blocks_max
         if self._holder is sequence:

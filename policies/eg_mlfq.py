@@ -22,7 +22,7 @@ Sequences of one team come in order from a walk over its queues that lives as lo
 is refused is passed over in this step only, and the next of the same team is tried.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.config import PolicyConfig
@@ -141,6 +141,21 @@ class EgMlfq(MeteredPolicy):
         heapify(self._eligible)
         heapify(self._gated)
         self._is_stale = True
+
+    def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
+        """The team with the least D; the holder stays while nobody is more than Theta behind it.
+
+        So blocks are never kept for a team that is ahead of its share, against one that is behind: large or exaggerated
+        demands would buy the others' share.
+        """
+        theta = self._meter.theta
+        if theta is None:
+            return None
+        lags = {team_id: (team := self._meter.teams[team_id]).lag - team.provisional for team_id in team_ids}
+        if not lags:
+            return None
+        first = min(lags, key=lambda team_id: (lags[team_id], team_id))
+        return holder if holder in lags and lags[holder] <= lags[first] + theta else first
 
     def _advance(self, team: TeamShare) -> None:
         """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate, on its side of the gate."""

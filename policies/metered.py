@@ -83,6 +83,10 @@ class MeteredPolicy:
         for sequence in list(self._fresh):
             self._book_refused(sequence)
 
+    def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
+        """Orders without shares do not tell teams apart."""
+        return None
+
     def _book_refused(self, sequence: RankedSequence) -> None:
         if not sequence.is_refused:
             self._fresh.pop(sequence, None)

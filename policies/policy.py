@@ -41,6 +41,12 @@ class Policy(Protocol):
         As if each had been refused by itself, without a thousand turns when a thousand wait for blocks.
         """
 
+    def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
+        """Which of these teams, all with live sequences, may have blocks kept for it; `holder` is the one that has.
+
+        The holder stays while it may. None: the policy does not look at teams.
+        """
+
     def settle(self, served: Sequence[Served], now_us: int) -> None:
         """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran."""
 

@@ -69,6 +69,9 @@ class ArrivalOrder:
         self._tried.update(new)
         self.refused += new
 
+    def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
+        return None
+
     def settle(self, served: Sequence[Served], now_us: int) -> None:
         assert self.is_picking and [s.seq_id for s in served] == self.taken
         self.is_picking = False

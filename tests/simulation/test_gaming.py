@@ -6,12 +6,12 @@ that are about waiting, in the time to the first token of both.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import StepDone, Submit
+from engine.messages import StepDone, Submit, TeamEntry
 from engine.sim.runner import SimRunner
 from policies.config import from_profile
 from policies.cost import StepProfile
@@ -21,7 +21,7 @@ from tests.engine.support import Engine, submit, team
 PROFILE = StepProfile(
     fixed_us=4000.0, prefill_token_us=100.0, prefill_attention_us=0.02, decode_row_us=800.0, decode_context_us=0.5
 )
-HONEST, ATTACKER, THIRD = 0, 1, 2
+HONEST, ATTACKER = 0, 1
 CONTEXT_LEN = 8192
 GAIN_MAX = 1.05
 SECONDS = 40
@@ -46,14 +46,23 @@ class Outcome:
 
     device_us: int = 0
     tokens: int = 0
-    first_token_us: list[int] | None = None
+    first_token_us: list[int] = field(default_factory=list)
 
 
 class Contest:
     """Closed loops: each client keeps its number of requests inside, and sends the next when one ends."""
 
-    def __init__(self, clients: dict[int, list[Iterator[Ask]]], *, policy: str = "eg-mlfq", slots: int = 8) -> None:
-        constants = from_profile(
+    def __init__(
+        self,
+        clients: dict[int, list[Iterator[Ask]]],
+        *,
+        policy: str = "eg-mlfq",
+        slots: int = 8,
+        teams: tuple[TeamEntry, ...] = (),
+        warm_up_us: int = 0,
+    ) -> None:
+        """Team 0 starts `warm_up_us` after the others."""
+        self.constants = constants = from_profile(
             PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=256, context_len=CONTEXT_LEN
         )
         self.clock = VirtualClock()
@@ -67,20 +76,30 @@ class Contest:
             max_batch_size=slots,
             max_batch_tokens=512,
             prefill_chunk_tokens=256,
-            teams=tuple(team(team_id) for team_id in sorted(clients)),
+            teams=teams or tuple(team(team_id) for team_id in sorted(clients)),
         )
-        self.outcomes = {team_id: Outcome(first_token_us=[]) for team_id in clients}
+        self.outcomes = {team_id: Outcome() for team_id in clients}
+        self._late = (warm_up_us, clients[HONEST]) if warm_up_us else None
         self._owner: dict[str, tuple[int, Iterator[Ask], Ask, int]] = {}
         self._charged: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._number = 0
         for team_id, loops in clients.items():
-            for loop in loops:
+            for loop in loops if team_id != HONEST or not warm_up_us else ():
                 self._send(team_id, loop)
+
+    @property
+    def theta_us(self) -> int:
+        """How much further ahead of another a team may get, times the sum of the weights."""
+        return max(self.constants.fairness_window_us, self.constants.quantum_cost_us * len(self.outcomes))
 
     def run(self, seconds: float = SECONDS) -> dict[int, Outcome]:
         core = self.engine.core
         while self.clock.now_us() < seconds * 1_000_000 and core.has_work:
+            if self._late is not None and self.clock.now_us() >= self._late[0]:
+                for loop in self._late[1]:
+                    self._send(HONEST, loop)
+                self._late = None
             done = core.step()
             if done is not None:
                 self._book(done)
@@ -107,7 +126,6 @@ class Contest:
             self._tokens[event.request_id] = now
             outcome.tokens += len(event.token_ids)
             if now and not before:
-                assert outcome.first_token_us is not None
                 outcome.first_token_us.append(self.clock.now_us() - sent_us)
             wants_end = ask.output if ask.abort_after is None else ask.abort_after
             if now >= wants_end:
@@ -144,5 +162,4 @@ def test_no_way_of_sending_buys_a_larger_share(twist: str) -> None:
     twisted = Contest({HONEST: honest(), ATTACKER: TWISTS[twist]()}).run()
     gain = twisted[ATTACKER].device_us / fair[ATTACKER].device_us
     loss = fair[HONEST].device_us / twisted[HONEST].device_us
-    print(twist, gain, loss, fair[ATTACKER].device_us, fair[HONEST].device_us, twisted[HONEST].device_us)
     assert gain <= GAIN_MAX and loss <= GAIN_MAX

@@ -1,29 +1,27 @@
 """`terazi usage|fairness|simulate`: read the database or a trace, change nothing."""
 
 import asyncio
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gateway.cli_options import DataDir, Json, data_dir_of
-from gateway.render import EXIT_USAGE, CommandError, print_json, print_table, reporting
+from gateway.render import EXIT_USAGE, CommandError, cell, print_json, print_table, reporting
 
 usage_app = typer.Typer(help="What teams have used.", no_args_is_help=True)
 fairness_app = typer.Typer(help="What teams got of what they were entitled to.", no_args_is_help=True)
 
 
-class Format(StrEnum):
-    """How a report is printed."""
-
-    table = "table"
-    json = "json"
+def _format(text: str) -> str:
+    if text not in ("table", "json"):
+        raise typer.BadParameter(f"{text!r} is not one of table, json.")
+    return text
 
 
 From = Annotated[str | None, typer.Option("--from", metavar="TIME", help="First moment, UTC; 24 h before --to.")]
 To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="End, not included; now.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="How it is printed.")]
+FormatOption = Annotated[str, typer.Option("--format", metavar="table|json", parser=_format, help="How it is printed.")]
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
 _USAGE_COLUMNS = ["prompt_tokens", "output_tokens", "device_seconds", "preemptions"]
@@ -34,16 +32,18 @@ _FAIRNESS_COLUMNS += ["satisfaction", "lag_max_seconds", "preemptions", "promoti
 
 @usage_app.command("report")
 def usage_report(
-    by: Annotated[str, typer.Option("--by", help="team, tier, model, day, key; several with commas.")] = "team",
-    team: Annotated[str | None, typer.Option("--team", help="Only this team.")] = None,
+    by: Annotated[
+        str, typer.Option("--by", metavar="WHAT", help="team, tier, model, day, key; several with commas.")
+    ] = "team",
+    team: Annotated[str | None, typer.Option("--team", metavar="TEAM", help="Only this team.")] = None,
     from_text: From = None,
     to_text: To = None,
-    output_format: FormatOption = Format.table,
+    output_format: FormatOption = "table",
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Requests, tokens and device seconds from the ledger."""
-    as_json = as_json or output_format == Format.json
+    as_json = as_json or output_format == "json"
     with reporting(as_json):
         dimensions = [name.strip() for name in by.split(",") if name.strip()]
 
@@ -61,19 +61,19 @@ def usage_report(
         rows = [*report["data"], total] if dimensions else [total]
         unhappy = [name for name in _UNHAPPY if report["total"][name]]
         columns = [*dimensions, "requests", "ok", *unhappy, *_USAGE_COLUMNS]
-        print_table(rows, columns, title=f"usage {report['from']} - {report['to']}")
+        print_table(rows, columns, title=f"usage {cell(report['from'])} - {cell(report['to'])}")
 
 
 @fairness_app.command("report")
 def fairness_report(
     from_text: From = None,
     to_text: To = None,
-    output_format: FormatOption = Format.table,
+    output_format: FormatOption = "table",
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Share against entitlement, counting only the seconds in which a team was backlogged."""
-    as_json = as_json or output_format == Format.json
+    as_json = as_json or output_format == "json"
     with reporting(as_json):
 
         async def read() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def fairness_report(
         if as_json:
             print_json(report)
             return
-        print_table(report["data"], _FAIRNESS_COLUMNS, title=f"fairness {report['from']} - {report['to']}")
+        print_table(report["data"], _FAIRNESS_COLUMNS, title=f"fairness {cell(report['from'])} - {cell(report['to'])}")
         jain = report["jain_weighted"]
         print("weighted Jain index: " + ("no team was backlogged" if jain is None else f"{jain:.3f}"))
 

@@ -5,11 +5,15 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_CONFLICT, EXIT_DENIED, EXIT_UNREACHABLE = 1, 2, 3, 4, 5, 6
+
+
+_MOMENT = re.compile(r"\b([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2})\.[0-9]+Z", re.ASCII)
 
 
 class CommandError(Exception):
@@ -68,7 +72,7 @@ def print_json(value: Any) -> None:
 
 
 def cell(value: Any) -> str:
-    """A value as text: None is a dash, floats have 3 decimals, lists are joined."""
+    """A value as text: None is a dash, floats have 3 decimals, lists are joined, times have whole seconds."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -77,29 +81,60 @@ def cell(value: Any) -> str:
         return f"{value:.3f}"
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
-    return str(value)
+    return _MOMENT.sub(r"\1Z", str(value))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, title: str = "") -> None:
-    """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup."""
-    from rich.box import SIMPLE_HEAD
+    """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup.
+
+    What is too wide for the terminal gets headers of a word a line; else is turned on its side, a column for each row;
+    else becomes one record after the other. No value is ever cut or folded.
+    """
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rich.measure import Measurement
 
     # A pipe has no width of its own: never fold what another program will read.
     console = Console() if sys.stdout.isatty() else Console(width=1000)
     if not rows:
         print(f"{title}: none" if title else "none")
         return
-    columns = columns or list(rows[0])
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
-    for column in columns:
-        numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
-        table.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell(row.get(column))) for column in columns))
-    console.print(table)
+    if title:
+        print(title)
+    columns = list(columns or rows[0])
+    names = [column.replace("_", " ") for column in columns]
+    numeric = [all(isinstance(row.get(column), (int, float, type(None))) for row in rows) for column in columns]
+    cells = [[cell(row.get(column)) for column in columns] for row in rows]
+    across = [names, *cells]
+    sideways = list(map(list, zip(*across, strict=True)))
+    for lines, is_right in (
+        (across, numeric),
+        ([[name.replace(" ", "\n") for name in names], *cells], numeric),
+        (sideways, [False] + [True] * len(rows)),
+    ):
+        table = _table(lines, is_right)
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            with console.capture() as captured:
+                console.print(table)
+            print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+            return
+    for row in cells:
+        print()
+        print_record(dict(zip(names, row, strict=True)))
+    print()
+
+
+def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool]) -> Any:
+    """The first line is the header."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD)
+    for name, right in zip(lines[0], is_right, strict=True):
+        table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*(Text(text) for text in line))
+    return table
 
 
 def print_record(record: Mapping[str, Any]) -> None:

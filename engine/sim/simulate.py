@@ -89,7 +89,7 @@ def simulate(
 
     `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` the KV pool is
     what `config.kv_memory_bytes` holds of SmolLM2-135M's. Times in reports are seconds. Raises ValueError for an
-    unknown policy or tier.
+    unknown policy or tier, or a tier given to a team that the trace lacks.
     """
     config = config or EngineConfig(kind="sim")
     if num_device_blocks is None:
@@ -101,6 +101,9 @@ def simulate(
         if tier_name not in by_name:
             raise ValueError(f"team {team!r} has tier {tier_name!r}; there are: {', '.join(by_name)}")
         tier_of[team] = by_name[tier_name]
+    absent = sorted(set(team_tiers or {}) - set(tier_of))
+    if absent:
+        raise ValueError(f"the trace has no team {absent[0]!r}; there are: {', '.join(tier_of)}")
     runs = [_replay(trace, policy, tier_of, config, profile, num_device_blocks, context_len) for policy in policies]
     return {
         "trace": {
@@ -166,7 +169,8 @@ def _replay(
             core.add(_submit(arrived, trace[arrived], team_ids))
             arrived += 1
         if not core.has_work:
-            clock.advance_to(trace[arrived].at_us)
+            if arrived < len(trace):  # else the last ones were refused, and nothing is left
+                clock.advance_to(trace[arrived].at_us)
             continue
         done = core.step()
         if done is None:

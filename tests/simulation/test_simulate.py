@@ -103,6 +103,8 @@ def test_tiers_reach_the_report_and_unknown_ones_are_refused() -> None:
     assert teams == {"batch": ("silver", 2), "chat": ("gold", 4)}
     with pytest.raises(ValueError, match="team 'chat' has tier 'platinum'; there are: gold, silver, bronze"):
         simulate(flood(), ["fcfs"], profile=PROFILE, team_tiers={"chat": "platinum"}, tiers=DEFAULT_TIERS)
+    with pytest.raises(ValueError, match="the trace has no team 'caht'; there are: batch, chat"):
+        simulate(flood(), ["fcfs"], profile=PROFILE, team_tiers={"caht": "gold"})
     with pytest.raises(ValueError, match="unknown policy 'lottery'"):
         simulate(flood(), ["lottery"], profile=PROFILE)
 
@@ -112,6 +114,14 @@ def test_requests_that_cannot_run_are_counted_as_refused() -> None:
     report = simulate(trace, ["fcfs"], profile=PROFILE, config=CONFIG, context_len=1000)
     assert report["policies"][0]["total"]["num_refused"] == 1
     assert report["policies"][0]["output_tokens"] == 1
+
+
+def test_a_trace_whose_last_requests_cannot_run_still_ends() -> None:
+    trace = [TraceRequest(0, "red", 5, 1), TraceRequest(900_000, "red", 5000, 1)]
+    for requests_of in (trace, trace[1:]):
+        report = simulate(requests_of, ["eg-mlfq", "fcfs"], profile=PROFILE, config=CONFIG, context_len=1000)
+        for policy in report["policies"]:
+            assert (policy["total"]["num_requests"], policy["total"]["num_refused"]) == (len(requests_of), 1)
 
 
 def test_a_trace_is_read_sorted_by_time_with_ties_in_file_order() -> None:

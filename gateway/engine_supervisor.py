@@ -32,11 +32,17 @@ class EngineFollower:
     num_restarts = 0
 
     def __init__(
-        self, connect: Hook, wait_closed: Hook, *, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self,
+        connect: Hook,
+        wait_closed: Hook,
+        *,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect = connect
         self._wait_closed = wait_closed
         self._pause = pause
+        self._now = now
 
     async def run(self) -> None:
         """Until cancelled. An engine that is not there yet is waited for."""
@@ -47,9 +53,16 @@ class EngineFollower:
             except EngineStartError as error:
                 _log.warning("%s Trying again in %.1f s", error, pause)
             else:
+                connected = self._now()
                 await self._wait_closed()
-                _log.error("the connection to the engine has ended; its requests end with an error")
-                pause = FIRST_PAUSE_SECONDS
+                # Two gateways on one engine take it from each other: were the pause to start over each time, for ever.
+                is_steady = self._now() - connected > STEADY_SECONDS
+                pause = FIRST_PAUSE_SECONDS if is_steady else pause
+                _log.error(
+                    "the connection to the engine has ended; its requests end with an error. %sTrying again in %.1f s",
+                    "" if is_steady else "An engine serves one gateway at a time: does another one use it? ",
+                    pause,
+                )
                 self.num_restarts += 1
             await self._pause(pause)
             pause = min(pause * 2, MAX_PAUSE_SECONDS)

@@ -15,7 +15,7 @@ import pytest
 from engine.config import EngineConfig
 from gateway import engine_process, engine_supervisor, logs
 from gateway.engine_process import EngineProcess, EngineStartError, engine_config, socket_path_for
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.listeners import ListenError, bind, make_server, url_of
 from gateway.settings import load
 
@@ -157,6 +157,30 @@ def test_the_supervisor_pauses_longer_after_each_death(tmp_path: Path, monkeypat
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert calls == ["connect", "disconnect"] * 9
     assert supervisor.num_restarts == 8
+
+
+def test_two_gateways_on_one_engine_take_it_from_each_other_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    lives = [1.0, 2.0, 61.0, 3.0]  # seconds of each connection
+    pauses: list[float] = []
+    clock = [0.0]
+
+    async def connect() -> None: ...
+
+    async def wait_closed() -> None:
+        clock[0] += lives[len(pauses)]
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == len(lives):
+            raise asyncio.CancelledError
+
+    follower = EngineFollower(connect, wait_closed, pause=pause, now=lambda: clock[0])
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(follower.run())
+    assert pauses == [0.5, 1.0, 0.5, 1.0]
+    assert follower.num_restarts == 4
+    hints = ["one gateway at a time" in record.getMessage() for record in caplog.records]
+    assert hints == [True, True, False, True]
 
 
 def test_only_the_first_start_is_allowed_to_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

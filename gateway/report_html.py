@@ -102,8 +102,12 @@ def _plots(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[Plot]:
             "Further left is better. Every second line is dashed.",
         )
     )
+    served = (team for run in report["runs"] for team in run["series"]["served"])
+    teams = list(dict.fromkeys([*by_team("jct_mean"), *served]))
     for run in report["runs"]:
         series = run["series"]
-        drawing = svg.stacked(f"Device time by team under {run['policy']}", "seconds", series["t"], series["served"])
+        nothing = [0.0] * len(series["t"])
+        layers = {team: series["served"].get(team, nothing) for team in teams}  # a team has one colour in all plots
+        drawing = svg.stacked(f"Device time by team under {run['policy']}", "seconds", series["t"], layers)
         plots.append(plot(drawing, "Each team's part of every second's device time."))
     return plots

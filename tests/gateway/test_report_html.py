@@ -67,6 +67,14 @@ def test_a_failed_request_is_said_on_the_page() -> None:
     assert "2 requests failed; the first reason: HTTP 503: no" in render(report)
 
 
+def test_a_team_has_the_same_colour_under_every_policy() -> None:
+    report = make_report()
+    report["runs"][1]["series"]["served"] = {"b": [0.5, 0.0]}  # of the other team nothing ran, and the order differs
+    keys = re.findall(r'height="10" fill="(#\w+)"/><text [^>]*>([^<]+)<', render(report))
+    assert len(keys[-4:]) == 4
+    assert keys[-4:-2] == keys[-2:]
+
+
 @pytest.mark.parametrize(
     "drawing",
     [

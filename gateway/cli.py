@@ -36,13 +36,31 @@ app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
 app.add_typer(model_app, name="model")
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    is_asked: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="This version of Terazi.")
+    ] = False,
+) -> None:
+    del is_asked
+
+
 Text = str | None
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML: server, store, engine, logging.")
 ]
-Host = Annotated[Text, typer.Option("--host", help="Address of the OpenAI routes; :: is every address.")]
-Port = Annotated[Text, typer.Option("--port", help="Port of the OpenAI routes; 0 takes a free one.")]
-AdminPort = Annotated[Text, typer.Option("--admin-port", help="Port of the admin listener.")]
+Host = Annotated[
+    Text, typer.Option("--host", metavar="ADDRESS", help="Address of the OpenAI routes; :: is every address.")
+]
+Port = Annotated[Text, typer.Option("--port", metavar="N", help="Port of the OpenAI routes; 0 takes a free one.")]
+AdminPort = Annotated[Text, typer.Option("--admin-port", metavar="N", help="Port of the admin listener.")]
 Model = Annotated[Text, typer.Option("--model", metavar="NAME|PATH", help="A built-in name or a model directory.")]
 Policy = Annotated[Text, typer.Option("--policy", metavar="eg-mlfq|fcfs", help="Order of requests.")]
 Engine = Annotated[Text, typer.Option("--engine", metavar="torch|sim", help="The real engine, or the simulated one.")]
@@ -144,7 +162,9 @@ def engine_command(
 
 @app.command()
 def demo(
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Play only this much of the trace.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="N", min=1, help="Play only this much of the trace.")
+    ] = 60.0,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the report goes.")] = Path("demo-out"),
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Another trace.")] = None,
     engine: Engine = None,
@@ -174,9 +194,11 @@ def simulate(
     trace: Annotated[
         Path, typer.Option("--trace", metavar="FILE", help="JSON lines: t, team, prompt_tokens, output_tokens.")
     ],
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="Give it again to compare.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", metavar="eg-mlfq|fcfs", help="Give it again to compare; both.")
+    ] = None,
     tier: Annotated[
-        list[str] | None, typer.Option("--tier", metavar="TEAM=TIER", help="A team's tier; silver.")
+        list[str] | None, typer.Option("--tier", metavar="TEAM=TIER", help="Once for each team; silver.")
     ] = None,
     max_batch_size: BatchSize = None,
     max_batch_tokens: BatchTokens = None,
@@ -194,13 +216,14 @@ def simulate(
 def config_show(config: ConfigFile = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Every setting with its value and where it came from."""
     with reporting(as_json):
-        from gateway.settings import as_rows
+        from gateway.settings import as_rows, setting, shown
 
         rows = as_rows(_settings(config, data_dir=data_dir))
         if as_json:
             print_json({"settings": rows})
         else:
-            print_table(rows, ["name", "value", "source"])
+            texts = [row | {"value": shown(setting(row["name"]), row["value"])} for row in rows]
+            print_table(texts, ["name", "value", "source"])
 
 
 @db_app.command("upgrade")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +69,7 @@ def _path(base: str, *parts: str) -> str:
 @team_app.command("create")
 def team_create(
     name: Name,
-    tier: Annotated[str, typer.Option("--tier", help="Its class of service.")] = "silver",
+    tier: Annotated[str, typer.Option("--tier", metavar="TIER", help="Its class of service.")] = "silver",
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -78,10 +79,15 @@ def team_create(
 
 
 @team_app.command("list")
-def team_list(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """All teams."""
+def team_list(
+    archived: Annotated[bool, typer.Option("--archived", help="Archived teams too.")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """All teams that are not archived."""
     with reporting(as_json):
-        _show_list(_call(data_dir, "GET", TEAMS), as_json, "teams")
+        params = {"archived": "true"} if archived else None
+        _show_list(_call(data_dir, "GET", TEAMS, params=params), as_json, "teams")
 
 
 @team_app.command("show")
@@ -94,11 +100,13 @@ def team_show(name: Name, data_dir: DataDir = None, as_json: Json = False) -> No
 @team_app.command("set")
 def team_set(
     name: Name,
-    tier: Annotated[str | None, typer.Option("--tier", help="Its new class of service.")] = None,
+    tier: Annotated[str | None, typer.Option("--tier", metavar="TIER", help="Its new class of service.")] = None,
     new_name: Annotated[
         str | None, typer.Option("--name", metavar="NEW", help="Its new name; history follows.")
     ] = None,
-    archived: Annotated[bool | None, typer.Option("--archive/--restore", help="Its keys die; history stays.")] = None,
+    archived: Annotated[
+        bool | None, typer.Option("--archive/--restore", help="Refuse its keys, keep its history; or take it back.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -114,7 +122,7 @@ def team_set(
 @key_app.command("create")
 def key_create(
     team: Team,
-    name: Annotated[str | None, typer.Option("--name", help="What it is for.")] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="TEXT", help="What it is for.")] = None,
     expires_at: Annotated[
         str | None, typer.Option("--expires-at", metavar="TIME", help="End of its life, UTC.")
     ] = None,
@@ -127,11 +135,13 @@ def key_create(
         body = {field: value for field, value in given.items() if value is not None}
         answer = _call(data_dir, "POST", _path(TEAMS, team, "keys"), body=body)
         _show({field: answer[field] for field in ("id", "key", "team")}, as_json)
+        if not as_json:
+            print("Keep the key: it will not be shown again.", file=sys.stderr)
 
 
 @key_app.command("list")
 def key_list(
-    team: Annotated[str | None, typer.Option("--team", help="Only this team's.")] = None,
+    team: Annotated[str | None, typer.Option("--team", metavar="TEAM", help="Only this team's.")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gateway.settings import SETTINGS
+from gateway.settings import SETTINGS, shown
 
 
 def settings_table() -> str:
@@ -17,8 +17,8 @@ def settings_table() -> str:
     lines.append("|---|---|---|---|---|---|---|")
     for row in SETTINGS:
         values = ", ".join(row.choices) or row.unit
-        shown = {"size": _size, "duration": _duration}.get(row.kind, str)(row.default)
-        cells = [row.name, _code(row.path), _code(row.flag), _code(row.env), _code(shown), values, row.help]
+        default = shown(row, row.default)
+        cells = [row.name, _code(row.path), _code(row.flag), _code(row.env), _code(default), values, row.help]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -66,24 +66,13 @@ def rewrite(text: str) -> str:
 def _parameter(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.metavar or parameter.name.upper()}`"
-    option = parameter.opts[0]
+    option = "/".join([*parameter.opts[:1], *parameter.secondary_opts[:1]])
     value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
     return f"`{option}{value}`".replace("|", "\\|")
 
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
-
-
-def _size(value: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if value % factor == 0:
-            return f"{value // factor}{unit}"
-    return str(value)
-
-
-def _duration(value: float) -> str:
-    return f"{value:g}s" if value >= 1 else f"{value * 1000:g}ms"
 
 
 if __name__ == "__main__":

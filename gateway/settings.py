@@ -237,6 +237,19 @@ def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
             raise SettingsError(f"environment {name} is unknown; did you mean {close[0]}?")
 
 
+def shown(row: Setting, value: Any) -> str:
+    """A setting's value as a person would write it: sizes and times with their unit."""
+    if row.kind == "size":
+        for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if value and value % factor == 0:
+                return f"{value // factor}{unit}"
+    if row.kind == "duration":
+        return f"{value:g}s" if value >= 1 or not value else f"{value * 1000:g}ms"
+    if row.kind == "bool":
+        return "true" if value else "false"
+    return str(value)
+
+
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
     """Every setting with its value and where it came from, for `config show`. The database password is masked."""
     rows = []

@@ -75,6 +75,13 @@ class KeyExpired(Denied):
     code = "key_expired"
 
 
+_LIMIT_WORDS = {
+    "requests": "requests per minute",
+    "tokens": "tokens per minute",
+    "concurrent_limit": "concurrent requests",
+}
+
+
 class LimitExceeded(TenantError):
     """A team's own limit. `limit` is "requests", "tokens" or "concurrent_limit", also the error code."""
 
@@ -90,8 +97,8 @@ class LimitExceeded(TenantError):
         retry_after_seconds: float,
     ) -> None:
         super().__init__(
-            f"Team {name} has reached its limit on {limit.removesuffix('_limit')}: "
-            f"limit {hard}, used {used}, requested {requested}.",
+            f"Team {name} has reached its limit of {hard} {_LIMIT_WORDS.get(limit, limit)}: "
+            f"{used} used, {requested} requested.",
             code=limit,
         )
         self.limit = limit

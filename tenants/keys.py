@@ -103,7 +103,9 @@ async def get_key(connection: AsyncConnection, public_id: str) -> ApiKey:
     if _PUBLIC_ID.fullmatch(public_id):
         row = (await connection.execute(_query().where(tables.api_keys.c.public_id == public_id))).one_or_none()
     if row is None:
-        raise NotFound("There is no key with this public id.", code="key_not_found")
+        raise NotFound(
+            "There is no key with this public id: give the id that `key list` shows, not the key.", code="key_not_found"
+        )
     return _key(row)
 
 

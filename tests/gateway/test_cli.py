@@ -215,6 +215,34 @@ def test_config_show_names_every_source(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows["port"]["source"] == "default"
 
 
+def test_the_table_of_settings_has_their_units(tmp_path: Path) -> None:
+    values = {
+        cells[0]: cells[1] for line in run(tmp_path, "config", "show").stdout.splitlines() if (cells := line.split())
+    }
+    assert (values["kv_memory"], values["drain_timeout"], values["journal_fsync_interval"]) == ("2GiB", "60s", "50ms")
+    assert values["deterministic"] == "false"
+    assert ok(tmp_path, "config", "show")["settings"][0]["name"] == "data_dir"
+
+
+def test_the_version_is_an_option_too(tmp_path: Path) -> None:
+    asked = CliRunner().invoke(app, ["--version"])
+    assert (asked.exit_code, asked.stdout) == (0, run(tmp_path, "version").stdout)
+
+
+def test_archived_teams_are_listed_when_asked_for(data_dir: Path) -> None:
+    assert ok(data_dir, "team", "set", "taken", "--archive")["archived_at"] is not None
+    assert ok(data_dir, "team", "list")["data"] == []
+    assert [team["name"] for team in ok(data_dir, "team", "list", "--archived")["data"]] == ["taken"]
+    assert ok(data_dir, "team", "set", "taken", "--restore")["archived_at"] is None
+
+
+def test_a_new_key_comes_with_a_word_of_warning_outside_the_record(data_dir: Path) -> None:
+    made = run(data_dir, "key", "create", "taken")
+    assert [line.split()[0] for line in made.stdout.splitlines()] == ["id", "key", "team"]
+    assert "not be shown again" in made.stderr
+    assert run(data_dir, "key", "create", "taken", "--json").stderr == ""
+
+
 def test_model_show_gives_name_path_and_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAZI_CACHE_DIR", str(tmp_path / "cache"))
     record = ok(tmp_path, "model", "show", "--model", "tiny-random")

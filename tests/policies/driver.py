@@ -21,7 +21,10 @@ INFINITE = None
 def config(
     quanta: Iterable[int] = (1, 2, 4, 8), theta: Fraction | int | None = 0, u: int = 1, unit: int = UNIT, **more: int
 ) -> PolicyConfig:
-    """Levels, Theta and the bound on one sequence's cost in a step, in units. Theta None is infinite."""
+    """Levels, Theta and the bound on one sequence's cost in a step, in units. Theta None is infinite.
+
+    Nobody coasts unless `coast=True` is given: the oracles are about levels and the gate.
+    """
     quanta = tuple(quanta)
     chosen = PolicyConfig(
         levels=len(quanta),
@@ -31,6 +34,7 @@ def config(
         step_cost_max_us=u * unit,
         decode_work_us=unit,
         chunk_work_us=u * unit,
+        coast=False,
     )
     return replace(chosen, **more)
 
@@ -46,6 +50,10 @@ class Job:
     arrived: int
     done: int | None = None
     starts: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.prefill == 0 and self.decodes <= 0
 
     def next_units(self) -> int:
         return min(self.prefill, self.chunk) if self.prefill else 1
@@ -144,7 +152,7 @@ class Driver:
                 job.decodes -= 1
             works.append(units * self.unit)
         served = [
-            Served(seq_id, work, cost, self.live[seq_id].prefill == 0)
+            Served(seq_id, work, cost, self.live[seq_id].prefill == 0, self.live[seq_id].is_over)
             for seq_id, work, cost in zip(picked, works, self.costs(works), strict=True)
         ]
         labels = [self.live[seq_id].label for seq_id in picked]
@@ -156,7 +164,7 @@ class Driver:
         self.max_gap = max(self.max_gap, self.gap())
         for seq_id in picked:
             job = self.live[seq_id]
-            if job.prefill == 0 and job.decodes <= 0:
+            if job.is_over:
                 job.done = self.now
                 del self.live[seq_id]
                 policy.leave(seq_id, self.now * self.unit)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import attrgetter
 
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
@@ -21,6 +22,7 @@ class Seq:
     place: int
     prefill: int
     next_work: int
+    arrival: int
     used: int = 0
     attained: int = 0
     generated: bool = False
@@ -39,6 +41,8 @@ class Team:
     seqs: list[Seq] = field(default_factory=list)
     cost_average: int = 1
     work_average: int = 1
+    completions: list[int] = field(default_factory=list)
+    coasts: bool = False
 
     def able(self) -> bool:
         return any(not seq.refused for seq in self.seqs)
@@ -57,7 +61,7 @@ class Reference:
         self.quanta = [*config.quanta(), math.inf]
         self.teams: dict[int, Team] = {}
         self.seqs: dict[int, Seq] = {}
-        self.place = 0
+        self.place = self.arrivals = 0
         self.V = Fraction(0)
         self.planned: list[Team] = []
 
@@ -90,7 +94,8 @@ class Reference:
         level = max(level, min(terms.start_level, self.config.levels - 1))
         next_work = min(terms.prefill_work_us, self.config.chunk_work_us) or self.config.decode_work_us
         self.place += 1
-        seq = Seq(terms.seq_id, team, level, self.place, terms.prefill_work_us, next_work)
+        self.arrivals += 1
+        seq = Seq(terms.seq_id, team, level, self.place, terms.prefill_work_us, next_work, self.arrivals)
         team.seqs.append(seq)
         self.seqs[terms.seq_id] = seq
         return level
@@ -107,12 +112,18 @@ class Reference:
         for team in self.planned:
             untried = [seq for seq in team.seqs if not seq.tried]
             if untried:
-                candidates.append(min(untried, key=lambda seq: (seq.level, seq.place)))
+                by_arrival, by_level = attrgetter("arrival"), attrgetter("level", "place")
+                candidates.append(min(untried, key=by_arrival if team.coasts else by_level))
         if not candidates:
             return None
         limit = max(min(team.D for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
         eligible = [seq for seq in candidates if limit >= seq.team.D]
-        return min(eligible, key=lambda seq: (seq.level, seq.team.D, seq.place)).seq_id
+        return min(eligible, key=lambda seq: (self.shown(seq), seq.team.D, seq.place)).seq_id
+
+    def shown(self, seq: Seq) -> int:
+        """What other teams see: of a coasting team nothing above the middle."""
+        middle = min(math.ceil(self.config.levels / 2), self.config.levels - 1)
+        return max(seq.level, middle) if seq.team.coasts else seq.level
 
     def take(self, seq_id: int, work_us: int) -> None:
         seq = self.seqs[seq_id]
@@ -154,6 +165,20 @@ class Reference:
                 team.work_average += work[team.team_id] - (team.work_average >> 3)
         for row in served:
             self.charge(self.seqs[row.seq_id], row)
+        for row in served:
+            if row.has_finished and self.config.coast:
+                self.complete(self.seqs[row.seq_id])
+
+    def complete(self, seq: Seq) -> None:
+        team = seq.team
+        team.completions.append(seq.attained)
+        latest = team.completions[-self.config.coast_completions :]
+        if len(latest) >= self.config.coast_completions_min:
+            variation = variation_of(latest)
+            if variation < Fraction(self.config.coast_below_percent, 100):
+                team.coasts = True
+            elif variation > Fraction(self.config.coast_above_percent, 100):
+                team.coasts = False
 
     def charge(self, seq: Seq, row: Served) -> None:
         seq.used += row.work_us
@@ -179,6 +204,12 @@ class Reference:
 
     def lags(self) -> dict[int, Fraction]:
         return {team.team_id: team.D for team in self.active()}
+
+
+def variation_of(works: list[int]) -> Fraction:
+    """CV^2, by the book: mean squared deviation over the square of the mean."""
+    mean = Fraction(sum(works), len(works))
+    return sum((work - mean) ** 2 for work in works) / len(works) / mean**2
 
 
 def water_fill(total: int, demand: dict[int, int], weight: dict[int, int]) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from hypothesis import strategies as st
@@ -23,6 +23,20 @@ class JobPlan:
 
 
 @dataclass(frozen=True)
+class Coast:
+    """Thresholds of CV^2 in percent, and over how many completions."""
+
+    below: int
+    above: int
+    window: int
+    least: int
+
+
+# From the first completion on for ever; often to and fro; and the real thresholds over few completions.
+COASTS = (Coast(10**9, 10**9, 256, 1), Coast(20, 20, 3, 1), Coast(80, 120, 8, 2))
+
+
+@dataclass(frozen=True)
 class Scenario:
     weights: tuple[int, ...]
     slots: int
@@ -33,6 +47,7 @@ class Scenario:
     refusals: int  # percent of tries that find no room
     skew: int  # 0: cost is work; otherwise a seed for costs that are not
     seed: int
+    coast: Coast | None = None
 
     @property
     def bound(self) -> int:
@@ -46,7 +61,18 @@ class Scenario:
 
     def settings(self, unit: int = UNIT) -> PolicyConfig:
         """The policy's configuration."""
-        return config([2**k for k in range(self.levels)], theta=self.theta, u=self.bound, unit=unit)
+        plain = config([2**k for k in range(self.levels)], theta=self.theta, u=self.bound, unit=unit)
+        coast = self.coast
+        if coast is None:
+            return plain
+        return replace(
+            plain,
+            coast=True,
+            coast_below_percent=coast.below,
+            coast_above_percent=coast.above,
+            coast_completions=coast.window,
+            coast_completions_min=coast.least,
+        )
 
     def driver(self, unit: int = UNIT, **more: object) -> Driver:
         """A driver with this scenario's arrivals in its future."""
@@ -98,7 +124,7 @@ def scenarios(
     infinite: bool = False,
     only_infinite: bool = False,
 ) -> st.SearchStrategy[Scenario]:
-    """Workloads of up to `max_teams` teams with weights 1 to 4."""
+    """Workloads of up to `max_teams` teams with weights 1 to 4; in most of them teams may coast."""
 
     @st.composite
     def build(draw: st.DrawFn) -> Scenario:
@@ -124,13 +150,16 @@ def scenarios(
             refusals=draw(st.sampled_from([0, 30, 80])) if refusals else 0,
             skew=draw(st.integers(1, 9)) if skew else 0,
             seed=draw(st.integers(0, 9)),
+            coast=draw(st.sampled_from([None, *COASTS])),
         )
 
     return build()
 
 
 def random_scenario(seed: int) -> Scenario:
-    """A fuller workload than hypothesis starts with: half of the seeds with refusals, a third with skewed costs."""
+    """A fuller workload than hypothesis starts with: half of the seeds with refusals, a third with skewed costs, in
+    three quarters teams may coast.
+    """
     source = random.Random(seed)
     teams = source.randint(1, 5)
 
@@ -155,4 +184,5 @@ def random_scenario(seed: int) -> Scenario:
         refusals=source.choice([0, 30, 80]) if seed % 2 else 0,
         skew=source.randint(1, 9) if seed % 3 == 0 else 0,
         seed=seed,
+        coast=source.choice([None, *COASTS]),
     )

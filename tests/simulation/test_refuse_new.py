@@ -1,5 +1,7 @@
 """Refusing all new sequences at once is the same as refusing each by itself, and never touches those that run."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +22,9 @@ newcomers = st.lists(st.tuples(st.integers(0, NUM_TEAMS - 1), st.integers(0, 3))
 class Pair:
     """Two policies with the same history: one refuses new sequences one by one, the other all at once."""
 
-    def __init__(self, name: str, slots: int) -> None:
+    def __init__(self, name: str, slots: int, constants: PolicyConfig = CONFIG) -> None:
         self.slots = slots
-        self.one_by_one, self.at_once = make_policy(name, CONFIG), make_policy(name, CONFIG)
+        self.one_by_one, self.at_once = make_policy(name, constants), make_policy(name, constants)
         self.started: set[int] = set()
         self.num_arrived = 0
         for policy in (self.one_by_one, self.at_once):
@@ -33,6 +35,17 @@ class Pair:
             for policy in (self.one_by_one, self.at_once):
                 policy.arrive(SequenceTerms(self.num_arrived, team, 8, 0, 500, level, 0), 0)
             self.num_arrived += 1
+
+    def let_coast(self, teams: Iterable[int]) -> None:
+        """A sequence of each of these teams finishes. Enough where one completion is."""
+        for team in teams:
+            seq_id = -1 - team
+            for policy in (self.one_by_one, self.at_once):
+                policy.arrive(SequenceTerms(seq_id, team, 8, 0, 500, 0, 0), 0)
+                policy.begin(0)
+                policy.take(seq_id, 1000)
+                policy.settle([Served(seq_id, 1000, 1000, True, True)], 0)
+                policy.leave(seq_id, 0)
 
     def step(self, policy: Policy, *, is_closed: bool, at_once: bool) -> list[int]:
         policy.begin(0)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _EXIT_OF_STATUS = {400: EXIT_USAGE, 401: EXIT_DENIED, 403: EXIT_DENIED, 404: EXIT_NOT_FOUND, 409: EXIT_CONFLICT}
 _EXIT_OF_STATUS |= {413: EXIT_USAGE, 422: EXIT_USAGE, 503: EXIT_UNREACHABLE}
 TIMEOUT_SECONDS = 30.0
-# A server that has the lock publishes its addresses soon after.
-STARTING_SECONDS = 5.0
+# A server that has the lock publishes its addresses soon after, and a command has it for about a second.
+LOCKED_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,20 @@ class AdminClient:
 async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
     """The admin API of this data directory. Raises CommandError, DataDirLocked or DataDirUnusable."""
     hold = lock.DataDirLock(data_dir)
-    try:
-        hold.acquire()
-    except lock.DataDirLocked:
-        async with _running_server(data_dir) as client:
-            yield client
-        return
+    deadline = time.monotonic() + LOCKED_SECONDS
+    while True:
+        try:
+            hold.acquire()
+            break
+        except lock.DataDirLocked:
+            info = lock.read_server_info(data_dir)
+            if info is not None:
+                async with _running_server(data_dir, info) as client:
+                    yield client
+                return
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.05)
     try:
         async with _in_process(data_dir) as client:
             yield client
@@ -82,14 +90,9 @@ async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
 
 
 @contextlib.asynccontextmanager
-async def _running_server(data_dir: Path) -> AsyncIterator[AdminClient]:
+async def _running_server(data_dir: Path, info: Mapping[str, Any]) -> AsyncIterator[AdminClient]:
     import httpx
 
-    deadline = time.monotonic() + STARTING_SECONDS
-    while (info := lock.read_server_info(data_dir)) is None:
-        if time.monotonic() > deadline or not lock.is_locked(data_dir):
-            raise lock.DataDirLocked(data_dir, lock.lock_holder(data_dir))
-        await asyncio.sleep(0.05)
     headers = {"authorization": f"Bearer {lock.read_admin_token(data_dir)}"}
     # trust_env=False: a proxy from the environment must never see the admin token.
     async with httpx.AsyncClient(

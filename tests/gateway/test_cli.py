@@ -137,7 +137,7 @@ def test_zero_is_none_and_unlimited_is_a_word(tmp_path: Path) -> None:
 
 
 def test_a_locked_data_directory_without_a_server_is_code_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.admin_client.STARTING_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.admin_client.LOCKED_SECONDS", 0.0)
     with DataDirLock(tmp_path):
         assert run(tmp_path, "team", "list").exit_code == 6
         assert run(tmp_path, "db", "upgrade").exit_code == 6
@@ -357,3 +357,14 @@ def test_help_ends_with_zero_and_no_document(
 ) -> None:
     assert _main(monkeypatch, "team", "--help") == 0
     assert capsys.readouterr().out.startswith("Usage: ")
+
+
+def test_a_command_waits_for_another_command_to_end(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = DataDirLock(data_dir)
+    other.acquire()
+
+    async def meanwhile_it_ends(_: float) -> None:
+        other.release()
+
+    monkeypatch.setattr("gateway.admin_client.asyncio.sleep", meanwhile_it_ends)
+    assert ok(data_dir, "team", "create", "second")["name"] == "second"

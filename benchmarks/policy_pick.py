@@ -3,6 +3,7 @@
     python -m benchmarks.policy_pick [--teams 100] [--queued 1000] [--slots 64] [--steps 2000] [--theta-ms N]
 
 Steady state: whatever ends is replaced by an arrival of a random team, so the number of live sequences stays put.
+Each policy is timed with no team coasting, and those that can with every team coasting.
 Prints CPU microseconds per step (process_time) as p1, p50 and p99. The p1 is what a step costs when nothing else runs
 on the core's other thread; the loop that stands in for the scheduler is in all of them.
 """
@@ -14,12 +15,31 @@ from dataclasses import replace
 
 from policies.config import PolicyConfig, from_profile
 from policies.cost import StepProfile, split_step
+from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import POLICIES, make_policy
+from policies.service import make_policy
 
 PROFILE = StepProfile(24_000.0, 700.0, 0.02, 900.0, 1.0)
 CHUNK = 256
 MAX_BATCH_TOKENS = 2048
+
+
+def with_coasting(config: PolicyConfig, everybody: bool) -> PolicyConfig:
+    """Thresholds with which nobody coasts, or each team from its first completion on. Both book completions."""
+    if not everybody:
+        return replace(config, coast_below_percent=0)
+    return replace(config, coast_completions_min=1, coast_below_percent=10**9, coast_above_percent=10**9)
+
+
+def complete_one_each(policy: Policy, teams: int) -> None:
+    """One finished sequence of every team, with ids below 0."""
+    for team in range(teams):
+        seq_id = -1 - team
+        policy.arrive(SequenceTerms(seq_id, team, 1, 0, 1, 0, 0), 0)
+        policy.begin(0)
+        policy.take(seq_id, 1)
+        policy.settle([Served(seq_id, 1, 1, True, True)], 0)
+        policy.leave(seq_id, 0)
 
 
 class Load:
@@ -90,7 +110,7 @@ class Load:
                 self.prompt[seq_id] -= num_tokens
             generated = self.prompt[seq_id] == 0
             self.output[seq_id] -= generated
-            served.append(Served(seq_id, works[seq_id], cost, generated))
+            served.append(Served(seq_id, works[seq_id], cost, generated, self.output[seq_id] <= 0))
             if self.output[seq_id] <= 0:
                 ended.append(seq_id)
         start = time.process_time_ns()
@@ -122,8 +142,10 @@ def main() -> None:
     config = from_profile(PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=CHUNK, context_len=8192)
     if args.theta_ms is not None:
         config = replace(config, theta_us=args.theta_ms * 1000)
-    for name in POLICIES:
-        load = Load(name, config, args.teams)
+    for name, everybody in (("eg-mlfq", False), ("eg-mlfq", True), ("fcfs", False)):
+        load = Load(name, with_coasting(config, everybody), args.teams)
+        if everybody:
+            complete_one_each(load.policy, args.teams)
         for _ in range(args.queued + args.slots):
             load.arrive()
         for _ in range(300):
@@ -131,8 +153,8 @@ def main() -> None:
         times = sorted(load.step(args.slots) / 1000 for _ in range(args.steps))
         p1, p50, p99 = (times[len(times) * percent // 100] for percent in (1, 50, 99))
         print(
-            f"{name}: p1 {p1:.0f} us, p50 {p50:.0f} us, p99 {p99:.0f} us CPU per step "
-            f"({args.slots} slots, {args.teams} teams, {args.queued} queued, {args.steps} steps)"
+            f"{name}{' all coasting' if everybody else ''}: p1 {p1:.0f} us, p50 {p50:.0f} us, p99 {p99:.0f} us "
+            f"CPU per step ({args.slots} slots, {args.teams} teams, {args.queued} queued, {args.steps} steps)"
         )
 
 

@@ -2,7 +2,7 @@
 
 Default: 64 slots, 100 teams, 1,000 queued requests, kept at that by replacing each that ends. Two states are timed:
 `slots` (blocks are plenty, slots are what is short) and `blocks` (the KV pool is what is short, so waiting sequences
-are tried and refused in every step).
+are tried and refused in every step). For eg-mlfq each is timed with no team coasting and with every team coasting.
 
     python -m benchmarks.scheduler [--policy eg-mlfq] [--steps 2000] [--json]
 """
@@ -13,6 +13,7 @@ import random
 import time
 from dataclasses import asdict, dataclass
 
+from benchmarks.policy_pick import complete_one_each, with_coasting
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.messages import SamplingParams
@@ -36,6 +37,7 @@ class Timing:
 
     policy: str
     short_of: str
+    is_coasting: bool  # every team is
     slots: int
     teams: int
     queued: int
@@ -49,9 +51,18 @@ class Timing:
 
 
 def measure(
-    policy_name: str, *, short_of: str, slots: int, teams: int, queued: int, steps: int, warmup: int, seed: int
+    policy_name: str,
+    *,
+    short_of: str,
+    is_coasting: bool,
+    slots: int,
+    teams: int,
+    queued: int,
+    steps: int,
+    warmup: int,
+    seed: int,
 ) -> Timing:
-    """Time `steps` steps of a loaded scheduler."""
+    """Time `steps` steps of a loaded scheduler, with every team coasting or none."""
     from policies.config import from_profile
     from policies.service import make_policy
 
@@ -61,20 +72,21 @@ def measure(
         num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # everybody fits
     else:
         num_blocks = slots // 2 * TOKENS_MEAN // config.block_size  # half the slots' worth
-    policy = make_policy(
-        policy_name,
-        from_profile(
-            PROFILE,
-            levels=config.levels,
-            fairness_window_us=config.fairness_window_ms * 1000,
-            chunk_tokens=config.prefill_chunk_tokens,
-            context_len=8192,
-        ),
+    constants = from_profile(
+        PROFILE,
+        levels=config.levels,
+        fairness_window_us=config.fairness_window_ms * 1000,
+        chunk_tokens=config.prefill_chunk_tokens,
+        context_len=8192,
     )
+    policy = make_policy(policy_name, with_coasting(constants, is_coasting))
     clock = VirtualClock()
     runner = SimRunner(PROFILE, clock)
     scheduler = Scheduler(config, policy, PROFILE, max(num_blocks, TOKENS_MAX // config.block_size + 1))
     policy.configure([TeamTerms(team, weight=(1, 2, 4)[team % 3], start_level=team % 3) for team in range(teams)], 0)
+    if is_coasting:
+        complete_one_each(policy, teams)
+        assert all(service.is_coasting for service in policy.team_service())
     serial = 0
 
     def refill() -> None:
@@ -111,6 +123,7 @@ def measure(
     return Timing(
         policy=policy_name,
         short_of=short_of,
+        is_coasting=is_coasting,
         slots=slots,
         teams=teams,
         queued=queued,
@@ -140,6 +153,7 @@ def main() -> None:
         measure(
             name,
             short_of=short_of,
+            is_coasting=is_coasting,
             slots=arguments.slots,
             teams=arguments.teams,
             queued=arguments.queued,
@@ -148,6 +162,7 @@ def main() -> None:
             seed=arguments.seed,
         )
         for name in arguments.policy or ["eg-mlfq", "fcfs"]
+        for is_coasting in ((False, True) if name == "eg-mlfq" else (False,))
         for short_of in ("slots", "blocks")
     ]
     if arguments.json:
@@ -155,7 +170,8 @@ def main() -> None:
         return
     for timing in timings:
         print(
-            f"{timing.policy:8} short of {timing.short_of:6} {timing.rows_mean:5} rows: "
+            f"{timing.policy:8}{' coasting' if timing.is_coasting else '':9} short of {timing.short_of:6} "
+            f"{timing.rows_mean:5} rows: "
             f"p50 {timing.p50_us:7} us, p99 {timing.p99_us:7} us of CPU "
             f"(schedule {timing.schedule_p50_us}, apply {timing.apply_p50_us}; step {timing.modelled_step_p50_us})"
         )

@@ -180,9 +180,11 @@ def test_fcfs_is_the_order_of_arrival_over_all_teams() -> None:
     assert run(policy) == [5, 4, 1, 2]
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize(("name", "coasts"), [("eg-mlfq", False), ("eg-mlfq", True), ("fcfs", False)])
 @pytest.mark.parametrize("theta", [0, 10**9])
-def test_a_step_does_not_look_at_the_whole_queue(name: str, theta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_look_at_the_whole_queue(
+    name: str, coasts: bool, theta: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """5,000 sequences wait; a step of 8 slots looks at no more of them than slots and teams, and demand up to C."""
     looked_at = 0
     walk = LevelQueues.walk
@@ -194,8 +196,15 @@ def test_a_step_does_not_look_at_the_whole_queue(name: str, theta: int, monkeypa
             yield sequence
 
     monkeypatch.setattr(LevelQueues, "walk", counted)
-    policy = make_policy(name, PolicyConfig(theta_us=theta, decode_work_us=1000))
+    policy = make_policy(name, PolicyConfig(theta_us=theta, decode_work_us=1000, coast_completions_min=1))
     policy.configure([TeamTerms(team) for team in range(5)], 0)
+    for team in range(5 if coasts else 0):
+        arrive(policy, -1 - team, team=team)
+        policy.begin(0)
+        policy.take(-1 - team, 1000)
+        policy.settle([Served(-1 - team, 1000, 1000, True, True)], 0)
+        policy.leave(-1 - team, 0)
+    assert [team.is_coasting for team in policy.team_service()] == [True] * 5 * coasts
     for seq_id in range(5000):
         arrive(policy, seq_id, team=0 if seq_id > 3 else 1 + seq_id)
     for step in range(20):

@@ -74,7 +74,8 @@ class _Announcement:
 
     def show(self, model: str, as_json: bool) -> None:
         if as_json:
-            print_json({"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir, "model": model})
+            record = {"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir, "model": model}
+            print_json(record | ({"key": self.key} if self.key else {}))
         else:
             print(
                 f"terazi {version('terazi')} serves {model} at {self.url}\nadmin {self.admin_url}, data {self.data_dir}"
@@ -87,9 +88,10 @@ class _Announcement:
 
 def curl_line(url: str, key: str, model: str) -> str:
     """A first request, ready to paste."""
+    message = '{"role": "user", "content": "What is the capital of France?"}'
     return (
         f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
-        f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}]}}\''
+        f'  -d \'{{"model": "{model}", "messages": [{message}]}}\''
     )
 
 
@@ -179,7 +181,8 @@ class _Server:
         info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
         lock.write_server_info(self._settings.data_dir, info)
         if not self._as_json:
-            print(f"loading {self._settings.model} ...", flush=True)
+            socket = self._settings.engine_socket
+            print(f"connecting to {socket} ..." if socket else f"loading {self._settings.model} ...", flush=True)
         everything = {public_task, admin_task, engine_task, stop_task}
         try:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)

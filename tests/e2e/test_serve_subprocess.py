@@ -392,6 +392,11 @@ def test_quickstart_prints_a_line_that_works_and_may_be_used_again(make_server: 
         assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
         assert server.stop() == 0
     assert [team["name"] for team in server.json("team", "list")["data"]] == ["demo"]
+    server.start("--quickstart", "--json")
+    wait_until(lambda: server.out.rstrip().endswith("}"), "the document")
+    started = json.loads("{" + server.out.rpartition("\n{")[2])
+    assert set(started) == {"url", "admin_url", "data_dir", "model", "key"}
+    assert [model.id for model in client_of(server, started["key"]).models.list()] == ["tiny-random"]
 
 
 def test_without_a_server_commands_write_under_the_lock_and_a_server_sees_it(make_server: MakeServer) -> None:

@@ -79,6 +79,7 @@ class FakeClock:
             self.seconds = max(self.seconds, timer.at)
             timer.is_done = True
             timer.callback()
+        self._timers = [timer for timer in self._timers if not timer.is_done]
         self.seconds = end
 
 

@@ -368,3 +368,13 @@ def test_a_command_waits_for_another_command_to_end(data_dir: Path, monkeypatch:
 
     monkeypatch.setattr("gateway.admin_client.asyncio.sleep", meanwhile_it_ends)
     assert ok(data_dir, "team", "create", "second")["name"] == "second"
+
+
+@pytest.mark.case("G59")
+def test_a_team_without_a_tier_gets_a_named_default_that_outranks_nobody(data_dir: Path) -> None:
+    assert ok(data_dir, "team", "create", "plain")["tier"] == "silver"
+    tiers = {tier["name"]: tier for tier in ok(data_dir, "tier", "list")["data"]}
+    default, best = tiers["silver"], tiers["gold"]
+    assert default["weight"] < best["weight"] and default["start_level"] > best["start_level"]
+    assert run(data_dir, "team", "create", "none", "--tier", "").exit_code != 0
+    assert set(ok(data_dir, "quota", "show", "plain")["limits"].values()) == {None}, "no limit that nobody set"

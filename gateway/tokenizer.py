@@ -85,7 +85,11 @@ class ModelTokenizer:
             raise BadRequest(
                 "This model has no chat template; use /v1/completions.", param="messages", code="no_chat_template"
             )
-        text = self._template.render([self._defuse(message) for message in messages])
+        try:
+            defused = [self._defuse(message) for message in messages]
+        except RecursionError:
+            raise BadRequest("The messages are nested too deeply.", param="messages", code="invalid_messages") from None
+        text = self._template.render(defused)
         self._check_length(text, room, "messages")
         ids: list[int] = []
         for piece, special_id in self._split(text):

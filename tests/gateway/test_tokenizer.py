@@ -168,3 +168,19 @@ def test_threads_share_one_tokenizer() -> None:
     for thread in threads:
         thread.join()
     assert results == [expected] * 4
+
+
+@pytest.mark.parametrize("depth", [300, 600, 900])
+@pytest.mark.parametrize("template", ["{{ messages[0].tool_calls | tojson }}", "{{ messages[0].content }}"])
+def test_deeply_nested_tool_calls_are_refused_or_served_but_never_a_fault(template: str, depth: int) -> None:
+    nested: Any = 1
+    for _ in range(depth):
+        nested = [{"a": nested}]
+    message: dict[str, Any] = {"role": "assistant", "content": "x", "tool_calls": [{"a": nested}]}
+    tokenizer = tiny_model_tokenizer(template=template)
+    try:
+        assert tokenizer.encode_chat([message], room=100_000)
+    except BadRequest as error:
+        assert error.param == "messages" and error.code == "invalid_messages"
+    else:
+        assert depth < 900

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trace
 from gateway.policy_run import RunOptions, run_policy
-from gateway.render import CommandError, print_json, print_table
+from gateway.render import EXIT_USAGE, CommandError, print_json, print_table
 from gateway.replay import Outcome
 
 POLICIES = ("fcfs", "eg-mlfq")
@@ -55,7 +55,7 @@ def run_demo(
         rows = load_trace(trace, seconds)
         stored = prepare(model)
     except TraceError as error:
-        raise CommandError(str(error), code="trace_unusable") from None
+        raise CommandError(str(error), EXIT_USAGE, "trace_unusable") from None
     except ModelStoreError as error:
         raise CommandError(str(error), code="model_unusable") from None
     say: Callable[[str], None] = (lambda _: None) if as_json else print

@@ -66,6 +66,15 @@ async def replay(
     return list(await asyncio.gather(*(one(index, row) for index, row in enumerate(rows))))
 
 
+def _reason(body: bytes) -> str:
+    """What an error body says: its message, else the body as it is."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        message = body.decode(errors="replace")
+    return str(message)[:300]
+
+
 def _body(row: TraceRequest, target: Target, rng: random.Random) -> bytes:
     low, high = (1000, 40000) if target.vocab_size > 40000 else (target.vocab_size // 4, target.vocab_size // 2)
     return json.dumps(
@@ -98,7 +107,7 @@ async def _stream(target: Target, key: str, body: bytes, outcome: Outcome) -> No
         while (await reader.readline()).strip():
             pass
         if status != 200:
-            outcome.error = f"HTTP {status}: {(await reader.read(2000)).decode(errors='replace')[:300]}"
+            outcome.error = f"HTTP {status}: {_reason(await reader.read(4000))}"
             return
         # Chunk sizes and blank lines of the chunked body are lines that do not begin with `data:`.
         async for line in reader:

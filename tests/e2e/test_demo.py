@@ -70,7 +70,7 @@ def test_a_damaged_trace_is_one_line(tmp_path: Path, cache_dir: Path, content: s
     trace = tmp_path / "t.jsonl"
     trace.write_text(content)
     done = demo(tmp_path, cache_dir, "--trace", str(trace))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert str(trace) in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 

@@ -71,6 +71,8 @@ def test_a_whole_answer_has_times_and_tokens() -> None:
         ((OK, TOKEN, usage(2)), "without [DONE]"),
         ((OK, TOKEN, usage(1), DONE), "1 output tokens instead of 2"),
         ((OK, TOKEN, event({"error": {"message": "engine died"}})), "engine died"),
+        ((b'HTTP/1.1 400 No\r\n\r\n{"error": {"message": "Too long."}}',), "HTTP 400: Too long."),
+        ((b'HTTP/1.1 502 No\r\n\r\n["a proxy"]',), 'HTTP 502: ["a proxy"]'),
         ((b"HTTP/1.1 429 No\r\nRetry-After: 1\r\n\r\nslow down",), "HTTP 429: slow down"),
         ((b"nonsense\r\n\r\n",), "no HTTP answer: b'nonsense"),
         ((b"HTTP/1.1 x\r\n\r\n",), "ValueError"),

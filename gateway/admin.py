@@ -99,7 +99,7 @@ def admin_app(state: AdminState) -> Starlette:
     """The admin API."""
     admin = _Admin(state)
     v1 = "/admin/v1"
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/livez", admin.livez),
             Route("/readyz", admin.readyz),
@@ -132,6 +132,8 @@ def admin_app(state: AdminState) -> Starlette:
             Exception: _answer_bug,
         },
     )
+    app.router.redirect_slashes = False  # a redirect is no answer that a script understands
+    return app
 
 
 class _RequireToken:

@@ -230,7 +230,7 @@ class Replay:
             for line in lines:
                 try:
                     row = self._take(line)
-                except (msgspec.MsgspecError, AttributeError, StopIteration):
+                except (msgspec.MsgspecError, AttributeError, StopIteration, RecursionError):
                     self.num_damaged += 1
                     _log.error("journal segment %s has a damaged line, which is left out", path.name)
                 else:

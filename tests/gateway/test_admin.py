@@ -340,6 +340,7 @@ async def test_unknown_paths_methods_and_parameters_have_the_envelope(client: ht
     for method, path, status, code in [
         ("GET", "/nope", 404, "not_found"),
         ("GET", f"{V1}/teams/a/b/c", 404, "not_found"),
+        ("GET", f"{V1}/teams/", 404, "not_found"),
         ("DELETE", f"{V1}/teams", 405, "method_not_allowed"),
         ("POST", f"{V1}/status", 405, "method_not_allowed"),
         ("GET", f"{V1}/reports/usage?form=2026-01-01", 400, "unknown_field"),

@@ -62,6 +62,32 @@ def test_a_torn_last_line_is_left_out_and_the_rest_stays(tmp_path: Path, cut: in
     one.close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xff\xfe\x00",
+        b"",
+        b"null",
+        b"{}",
+        b'["close"]',
+        b'{"close": 5}',
+        b'{"open": {"request_id": "r"}}',
+        b'{"weird": {}}',
+        b"[" * 100_000,
+        b"1" * 100_000,
+    ],
+)
+def test_no_damage_of_a_line_keeps_the_journal_from_being_replayed(tmp_path: Path, damage: bytes) -> None:
+    one = journal(tmp_path)
+    one.append_open(open_entry("before"))
+    one.append_open(open_entry("after"))
+    one.close()
+    segment = one.segments()[0]
+    first, second, end = segment.read_bytes().split(b"\n")
+    segment.write_bytes(b"\n".join([first, damage, second, end]))
+    assert replayed(tmp_path) == ([], ["before", "after"], 1)
+
+
 def test_a_damaged_line_is_counted_and_the_others_stay(tmp_path: Path) -> None:
     one = journal(tmp_path)
     for name in ("a", "b", "c"):

@@ -3,7 +3,7 @@
 Rows are `[tokens, hidden]`, decode rows first. Every row-wise function goes through its row classes, rotary positions
 use only separate multiplications and additions (fused ones may round differently at the end of a vector), and attention
 keeps sequences apart: so a row's logits are a function of its own sequence alone. Where native kernels are loaded, they
-do all but the matrix products.
+do all of this, with matrix products only in bfloat16.
 """
 
 import logging
@@ -20,7 +20,8 @@ from engine.attention.paged_native import PagedNative
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, rope_inverse_frequencies
 from engine.native.library import Kernels
-from engine.row_classes import RowClasses, RowFn, cancelling, decode_counts, prefill_counts, probe
+from engine.native.linear import NativeGateUp, NativeLinear, linears_pay, native_weights
+from engine.row_classes import UNBOUND_CLASSES, RowClasses, RowFn, cancelling, decode_counts, prefill_counts, probe
 from engine.weights import GateUp, Linear, Weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,12 @@ class Model:
         pack: bool = True,
         kernels: Kernels | None = None,
     ) -> "Model":
-        """Read a checked model directory. Raises ModelStoreError."""
-        weights = load_weights(path, config, dtype, device, pack=pack)
+        """Read a checked model directory. `pack`: bring linears into their fastest layout. Raises ModelStoreError."""
+        is_native = pack and linears_pay(kernels, dtype, config)
+        weights = load_weights(path, config, dtype, device, pack=pack and not is_native)
         return cls(
             config,
-            weights,
+            native_weights(kernels, weights) if is_native and kernels is not None else weights,
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
             device=device,
@@ -180,6 +182,9 @@ class Model:
             ("down", layer.down, prefill),
             ("lm_head", self.weights.lm_head, ()),
         ):
+            if isinstance(linear, NativeLinear | NativeGateUp):
+                classes[name] = UNBOUND_CLASSES
+                continue
             inputs, weight = cancelling(linear.in_features, linear.out_features, max([*decode, *counts]))
             inputs, weight = inputs.to(self.device, self.dtype), weight.to(self.device, self.dtype)
             # Biases are left out: they are added once to the finished sum.

@@ -65,6 +65,7 @@ class RowClasses:
         return torch.cat([self.decode.run(fn, rows[:num_decode]), self.prefill.run(fn, rows[num_decode:])])
 
 
+UNBOUND_CLASSES = RowClasses(Recipe(), Recipe(), is_merged=True)  # for what is row by row by construction
 FIXED_CLASSES = RowClasses(FIXED, FIXED, is_merged=True)
 
 

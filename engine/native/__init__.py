@@ -1,1 +1,1 @@
-"""Compiled CPU kernels of the step outside its matrix products, optional everywhere (see `engine.native.library`)."""
+"""Compiled CPU kernels of a step, optional everywhere (see `engine.native.library`)."""

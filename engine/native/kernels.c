@@ -1,5 +1,5 @@
-/* The decode and prefill step outside its matrix products: residual add with RMSNorm, and rotary positions with KV
- * write and attention straight from the paged KV pool. Plain C11 with GCC's vector extensions; loaded with ctypes.
+/* A step on the CPU: residual add with RMSNorm, rotary positions with KV write, attention straight from the paged KV
+ * pool, and matrix products in bfloat16. Plain C11 with GCC's vector extensions; loaded with ctypes.
  *
  * Promise: the output of a row is a function of that row's own sequence. Attention walks key tiles of TILE tokens at
  * absolute positions 0, TILE, 2 TILE, ... with an online softmax (Milakov and Gimelshein 2018; tiling as in
@@ -152,10 +152,15 @@ static inline void store_vec(void *base, int64_t at, int64_t count, int dtype, v
         else memcpy((float *)base + at, &x, count * sizeof(float));
         return;
     }
-    float f[LANES];
     bf16 raw[LANES];
+#if HAVE_DOT_BF16
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)x); /* subnormal numbers become zero */
+    memcpy(raw, &rounded, sizeof raw);
+#else
+    float f[LANES];
     memcpy(f, &x, sizeof f);
     for (int i = 0; i < LANES; i++) raw[i] = to_bf16(f[i]);
+#endif
     if (count >= LANES) memcpy((bf16 *)base + at, raw, sizeof raw);
     else memcpy((bf16 *)base + at, raw, count * sizeof(bf16));
 }
@@ -259,16 +264,21 @@ typedef struct {
 static _Thread_local char *arena;
 static _Thread_local size_t arena_size;
 
+/* At least so many bytes, on a cache line; the same ones at each call of this thread. Null when there are none. */
+static void *reserve_bytes(size_t bytes) {
+    if (bytes > arena_size) {
+        free(arena);
+        arena = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        arena_size = arena ? bytes : 0;
+    }
+    return arena;
+}
+
 static int reserve(Scratch *scratch, int64_t rows, int64_t depth, int64_t width) {
     size_t counts[] = {rows * depth, depth * TILE, TILE * width, rows * width, rows, rows * LANES};
     size_t total = 0;
     for (int i = 0; i < 6; i++) total += (counts[i] * 4 + 63) / 64 * 64;
-    if (total > arena_size) {
-        free(arena);
-        arena = aligned_alloc(64, total);
-        arena_size = arena ? total : 0;
-        if (!arena) return 0;
-    }
+    if (!reserve_bytes(total)) return 0;
     void **parts[] = {(void **)&scratch->queries, (void **)&scratch->keys,  (void **)&scratch->values,
                       (void **)&scratch->sums,    (void **)&scratch->peaks, (void **)&scratch->totals};
     char *at = arena;
@@ -609,6 +619,71 @@ int terazi_attend(const Step *s, int64_t layer, const void *queries, int64_t que
         ok = attend_item(s, layer, queries, query_stride, out, s->items + unit / parts * 4, unit % parts * step, step) && ok;
     return ok;
 }
+
+/* ---- matrix products in bfloat16 --------------------------------------------------------------------------------- */
+
+#define PANEL 64 /* output features of one panel of a packed weight */
+
+/* [rows, depth] of bfloat16 to panels [rows / PANEL, depth / 2, PANEL] of pairs, so that lanes are output features.
+ * Features after the last are zero. depth is even. */
+void terazi_pack_linear(const bf16 *weight, uint32_t *packed, int64_t rows, int64_t depth) {
+    int64_t pairs = depth / 2, panels = (rows + PANEL - 1) / PANEL;
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t first = 0; first < pairs; first += 16) /* by cache lines of the weight */
+            for (int64_t i = 0; i < PANEL; i++) {
+                int64_t row = panel * PANEL + i;
+                for (int64_t k = first; k < pairs && k < first + 16; k++) {
+                    uint32_t *out = packed + (panel * pairs + k) * PANEL + i;
+                    if (row < rows) memcpy(out, weight + row * depth + 2 * k, 4);
+                    else *out = 0;
+                }
+            }
+}
+
+static inline vf add_bias(vf x, const bf16 *bias, int64_t at, int64_t count) {
+    return bias ? x + load_vec(bias, at, count, BFLOAT16) : x;
+}
+
+/* out[rows, features] = in[rows, depth] * weight^T + bias; with `gated`, silu of that, times the same with the second
+ * half of the weight and of the bias. Each output is one chain of additions over the depth, however many rows there
+ * are. Returns 0 without AVX512_BF16. */
+int terazi_linear(const uint32_t *in, const uint32_t *weight, const bf16 *bias, bf16 *out, int64_t rows,
+                  int64_t features, int64_t depth, int64_t gated, int64_t threads) {
+#if !HAVE_DOT_BF16
+    (void)in, (void)weight, (void)bias, (void)out, (void)rows, (void)features, (void)depth, (void)gated, (void)threads;
+    return 0;
+#else
+    int64_t pairs = depth / 2, panels = (features + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads((int)threads) if (threads > 1) schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const uint32_t *first = weight + panel * pairs * PANEL, *second = first + panels * pairs * PANEL;
+        float main[MAX_ROWS * PANEL] __attribute__((aligned(64))), other[MAX_ROWS * PANEL] __attribute__((aligned(64)));
+        for (int64_t row = 0, count; row < rows; row += count) {
+            int64_t blocks = (rows - row + MAX_ROWS - 1) / MAX_ROWS;
+            count = (rows - row + blocks - 1) / blocks; /* blocks of about one size */
+            const uint32_t *left = in + row * pairs;
+            multiply(left, pairs, first, PANEL, pairs, main, PANEL, 0, count, PANEL, 1);
+            if (gated) multiply(left, pairs, second, PANEL, pairs, other, PANEL, 0, count, PANEL, 1);
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t i = 0; i < PANEL; i += LANES) {
+                    int64_t at = panel * PANEL + i, num = features - at;
+                    if (num <= 0) break;
+                    vf x = add_bias(*(vf *)(main + r * PANEL + i), bias, at, num);
+                    if (gated) { /* silu(x) y = x y / (1 + e^-x), with e^-|x|, which cannot overflow */
+                        vf y = add_bias(*(vf *)(other + r * PANEL + i), bias, features + at, num);
+                        vf size = choose(x < 0, -x, x), e = exp2_vec(size * -1.44269504f);
+                        x = x * y * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
+                    }
+                    store_vec(out, (row + r) * features + at, num, BFLOAT16, x);
+                }
+        }
+    }
+    return 1;
+#endif
+}
+
+/* Whether terazi_linear works. */
+int64_t terazi_has_linear(void) { return HAVE_DOT_BF16; }
 
 /* What the loader checks before anything else: the layout of Step. */
 int64_t terazi_step_size(void) { return (int64_t)sizeof(Step); }

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "TERAZI_NATIVE"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 KEY_TILE = 64  # TILE in kernels.c
+PANEL = 64  # PANEL in kernels.c
 MAX_HEAD_DIM = 512
 # Rows of queries computed over one packing of the keys: about as many as keep their sums in the second-level cache.
 QUERY_ROWS = 96
@@ -75,6 +76,15 @@ class Kernels:
         self._attend = library.terazi_attend
         self._attend.argtypes = [pointer, count, pointer, count, pointer]
         self._attend.restype = ctypes.c_int
+        self._pack_linear = library.terazi_pack_linear
+        self._pack_linear.argtypes = [pointer, pointer, count, count]
+        self._pack_linear.restype = None
+        self._linear = library.terazi_linear
+        self._linear.argtypes = [pointer, pointer, pointer, pointer, count, count, count, count, count]
+        self._linear.restype = ctypes.c_int
+        library.terazi_has_linear.restype = ctypes.c_int64
+        library.terazi_has_linear.argtypes = []
+        self.has_linear = bool(library.terazi_has_linear())  # matrix products in bfloat16
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x += delta in place, then RMSNorm(x) * weight. All [rows, hidden]."""
@@ -100,6 +110,39 @@ class Kernels:
         """Attention of rotated `queries`, the first columns of each row, into `out` [rows, heads, head_dim]."""
         if not self._attend(ctypes.byref(arguments.step), layer, queries.data_ptr(), queries.stride(0), out.data_ptr()):
             raise MemoryError("no memory for the scratch of attention")
+
+    def pack_linear(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """bfloat16 weights of one shape [out, in], one after the other, in the layout `linear` reads; `in` is even."""
+        out_features, in_features = weights[0].shape
+        padded = -(-out_features // PANEL) * PANEL
+        packed = torch.empty((len(weights), padded, in_features), dtype=torch.bfloat16)
+        for weight, part in zip(weights, packed, strict=True):
+            self._pack_linear(weight.contiguous().data_ptr(), part.data_ptr(), out_features, in_features)
+        return packed
+
+    def linear(
+        self,
+        rows: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_features: int,
+        *,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """[rows, in] -> [rows, out] in bfloat16. `gated`: silu of the first weight's product times the second's."""
+        out = rows.new_empty((rows.shape[0], out_features))
+        self._linear(
+            rows.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            out_features,
+            rows.shape[1],
+            gated,
+            torch.get_num_threads(),
+        )
+        return out
 
 
 def query_tile(group: int) -> int:
@@ -226,6 +269,18 @@ def self_test(kernels: Kernels) -> str:
             kernels.attend(arguments, 1, rows.flatten(1), out)
             if not _is_close(out, expected[first : first + count], tolerance):
                 return f"attention in {dtype}"
+    if kernels.has_linear:
+        rows, gate, up, bias = draw(7, 34), draw(70, 34), draw(70, 34), draw(140)
+        bias_gate, bias_up = bias.chunk(2)
+        gate_rows, up_rows = (
+            torch.nn.functional.linear(rows.float(), weight.float(), part.float())
+            for weight, part in ((gate, bias_gate), (up, bias_up))
+        )
+        if not _is_close(kernels.linear(rows, kernels.pack_linear([gate]), bias_gate, 70), gate_rows, tolerance):
+            return "linear"
+        gated = kernels.linear(rows, kernels.pack_linear([gate, up]), bias, 70, gated=True)
+        if not _is_close(gated, torch.nn.functional.silu(gate_rows) * up_rows, tolerance):
+            return "gated linear"
     return ""
 
 

@@ -158,13 +158,16 @@ def test_splitting_requests_gains_at_most_the_band(
     ),
     st.integers(1, 4),
     st.sampled_from([0, 1, 5]),
+    st.booleans(),
 )
 def test_leaving_and_returning_gains_at_most_the_band(
-    loops: list[tuple[int, int, int, int]], weight: int, theta: int
+    loops: list[tuple[int, int, int, int]], weight: int, theta: int, coast: bool
 ) -> None:
-    """Closed loops of any size and think time against one team that always has work, over 600 steps."""
+    """Closed loops of any size and think time against one team that always has work, over 600 steps. Their jobs are
+    alike, so that those of 16 or more coast where they may.
+    """
     weights = {0: weight} | {i: loop[0] for i, loop in enumerate(loops, start=1)}
-    driver = Driver(config((1, 2, 4, 8), theta=theta), weights)
+    driver = Driver(config((1, 2, 4, 8), theta=theta, coast=coast), weights)
 
     def again(job: Job) -> None:
         if job.team:

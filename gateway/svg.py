@@ -3,6 +3,7 @@
 Colours are told apart by the common kinds of colour blindness, and every plot has a title that says what it shows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -118,9 +119,10 @@ def _axis(top: float, unit: str) -> str:
 
 
 def _x_axis(right: float, unit: str) -> str:
+    step = _nice(right / 8)
     ticks = [
-        f'<text x="{_x(right * i / 6, right):.1f}" y="{HEIGHT - _BOTTOM + 16}" class="c">{right * i / 6:.3g}</text>'
-        for i in range(7)
+        f'<text x="{_x(step * i, right):.1f}" y="{HEIGHT - _BOTTOM + 16}" class="c">{step * i:.3g}</text>'
+        for i in range(math.floor(right / step) + 1)
     ]
     label = f'<text x="{_LEFT + _plot_width() / 2:.0f}" y="{HEIGHT - 10}" class="c">{escape(unit)}</text>'
     return "".join(ticks) + label

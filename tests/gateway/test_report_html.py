@@ -99,6 +99,17 @@ def test_stacked_parts_fill_the_height_and_an_idle_second_stays_empty() -> None:
     assert heights[1] == pytest.approx(3 * heights[0], abs=0.2)
 
 
+@pytest.mark.parametrize(
+    ("right", "ticks"), [(38.7, ["0", "5", "10", "15", "20", "25", "30", "35"]), (0.5, ["0", "0.08", "0.16", "0.24"])]
+)
+def test_ticks_of_time_are_round_and_inside_the_picture(right: float, ticks: list[str]) -> None:
+    root = ElementTree.fromstring(svg.lines("l", "s", "share", {"a": [(0.0, 0.0), (right, 1.0)]}))
+    foot = str(svg.HEIGHT - 44 + 16)
+    drawn = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.attrib.get("y") == foot]
+    assert [text.text for text in drawn][: len(ticks)] == ticks
+    assert all(float(text.attrib["x"]) <= svg.WIDTH for text in drawn)
+
+
 def test_cumulative_ends_at_one() -> None:
     assert svg.cumulative([3.0, 1.0]) == [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (3.0, 0.5), (3.0, 1.0)]
     assert svg.cumulative([]) == []

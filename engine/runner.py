@@ -85,13 +85,13 @@ class TorchRunner:
         end = row.start + len(row.token_ids)
         if not row.token_ids or (row.is_decode and len(row.token_ids) != 1):
             return f"a row of {len(row.token_ids)} tokens cannot run"
-        if not all(0 <= token_id < self.model.config.vocab_size for token_id in row.token_ids):
+        if min(row.token_ids) < 0 or max(row.token_ids) >= self.model.config.vocab_size:
             return f"a token id is outside the vocabulary of {self.model.config.vocab_size}"
         if end > self.model.config.context_len:
             return f"position {end - 1} is outside the context of {self.model.config.context_len} tokens"
         if len(row.block_table) * self.cache.block_size < end:
             return f"{len(row.block_table)} KV blocks do not hold {end} tokens"
-        if not all(0 <= block < self.cache.num_blocks for block in row.block_table):
+        if min(row.block_table) < 0 or max(row.block_table) >= self.cache.num_blocks:
             return f"a KV block is outside the pool of {self.cache.num_blocks}"
         return ""
 

@@ -13,6 +13,8 @@ and does no I/O: the same calls give the same plans.
 * **Reservation** (docs/scheduling.md). The first sequence refused more than 16 times holds the one reservation until
   it fits; others start only beside it. One holder cannot deadlock, and a large head cannot starve behind small ones.
   It is the policy's `claimant` whose sequences may hold it, and it is taken back from a team that is no longer that.
+* **Fits again.** When room has grown, the policy hears of each team's oldest refused sequence that would fit now. A
+  policy that thought the team unable to run would otherwise never try it again behind others of better levels.
 * **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
   than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
 """
@@ -74,6 +76,7 @@ class Scheduler:
         self._waiting_of: dict[int, dict[int, Sequence]] = {}  # the same by team
         self._claimant: int | None = None  # of this step, once it is known; None is any team
         self._is_claimant_known = False
+        self._has_room_grown = False  # since it was last said who fits again
         self._needs: list[tuple[int, int]] = []  # heap of (num_blocks_max, seq_id), also of sequences long started
         self._num_closed = 0  # steps in which nothing new fitted
         self._ran_last: list[Sequence] = []
@@ -179,11 +182,14 @@ class Scheduler:
         works_us: list[int] = []
         marginals_us: list[float] = []
 
+        if self._has_room_grown:
+            self._say_who_fits_again()
         policy.begin(now_us)
         refused: list[Sequence] = []
         self._is_claimant_known = False
         if self._holder is not None and not self._may_hold(self._holder):
             self._holder = None
+            self._has_room_grown = True
         is_closed = self._close(refused)
         while slots_left and tokens_left:
             seq_id = best()
@@ -327,12 +333,25 @@ class Scheduler:
         num_refusals = sequence.num_refusals + self._num_closed - sequence.num_closed_before
         if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(sequence):
             self._holder = sequence
+            self._has_room_grown = True  # for the holder
 
-    def _try_start(self, sequence: Sequence, now_us: int) -> bool:
-        """Let a waiting sequence start if its blocks fit beside all started ones and the reservation."""
+    def _say_who_fits_again(self) -> None:
+        self._has_room_grown = False
+        for waiting in self._waiting_of.values():
+            oldest = next(iter(waiting.values()))
+            if (oldest.num_refusals or self._num_closed > oldest.num_closed_before) and self._fits(oldest):
+                self.policy.fits_again(oldest.seq_id)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence's blocks fit beside all started ones and the reservation."""
         holder = self._holder
         num_reserved = holder.num_blocks_max if holder is not None and holder is not sequence else 0
-        if self._num_committed + num_reserved + sequence.num_blocks_max > self.pool.num_blocks:
+        return self._num_committed + num_reserved + sequence.num_blocks_max <= self.pool.num_blocks
+
+    def _try_start(self, sequence: Sequence, now_us: int) -> bool:
+        """Let a waiting sequence start if it fits."""
+        holder = self._holder
+        if not self._fits(sequence):
             sequence.num_refusals += 1
             if holder is None:
                 self._reserve_for(sequence)
@@ -380,6 +399,7 @@ class Scheduler:
             self._forget_waiting(sequence)
         else:
             self._num_committed -= sequence.num_blocks_max
+        self._has_room_grown = True
         if self._holder is sequence:
             self._holder = None
         sequence.move_to(Status.FINISHED)

@@ -50,6 +50,20 @@ class MeteredPolicy:
         self._meter.enter(team)
         return ranked.level
 
+    def fits_again(self, seq_id: int) -> None:
+        """Were it still counted as refused, the gate would be open for the others, and one in a low level never tried.
+
+        Raises KeyError for one that is not here.
+        """
+        assert self._is_settled, "fits_again within a step"
+        sequence = self._sequences[seq_id]
+        if sequence.is_refused:
+            sequence.is_refused = False
+            sequence.team.num_refused -= 1
+            self._meter.forget_refusal()
+            if sequence.step == 0:
+                self._fresh[sequence] = None
+
     def begin(self, now_us: int) -> None:
         """Start picking for one step."""
         assert self._is_settled, "begin before the last step was settled"

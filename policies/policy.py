@@ -23,6 +23,9 @@ class Policy(Protocol):
     def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
         """Take in a new sequence and return the level it joins. Raises KeyError for an unknown team."""
 
+    def fits_again(self, seq_id: int) -> None:
+        """`seq_id` was refused and would fit now: its team counts as able to run again. Between steps only."""
+
     def begin(self, now_us: int) -> None:
         """Start picking for one step: every live sequence is a candidate again."""
 

@@ -207,6 +207,11 @@ class LagMeter:
             self.active.remove(team)
         self._band = None
 
+    def forget_refusal(self) -> None:
+        """One sequence less counts as refused; its team may have turned able by that."""
+        self.num_refused -= 1
+        self._band = None
+
     # -- a step's bill -----------------------------------------------------------------------------------------------
 
     def settle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int) -> None:

@@ -43,6 +43,9 @@ class ArrivalOrder:
         self.live[sequence.seq_id] = sequence
         return sequence.start_level
 
+    def fits_again(self, seq_id: int) -> None:
+        assert not self.is_picking and seq_id in self.live
+
     def begin(self, now_us: int) -> None:
         assert not self.is_picking
         self.is_picking = True

@@ -60,6 +60,7 @@ class Contest:
         slots: int = 8,
         teams: tuple[TeamEntry, ...] = (),
         warm_up_us: int = 0,
+        blocks: int = 4096,
     ) -> None:
         """Team 0 starts `warm_up_us` after the others."""
         self.constants = constants = from_profile(
@@ -67,7 +68,7 @@ class Contest:
         )
         self.clock = VirtualClock()
         self.engine = Engine(
-            blocks=4096,
+            blocks=blocks,
             policy=make_policy(policy, constants),
             profile=PROFILE,
             runner=SimRunner(PROFILE, self.clock),
@@ -156,10 +157,12 @@ TWISTS: dict[str, Callable[[], list[Iterator[Ask]]]] = {
 }
 
 
+@pytest.mark.parametrize("blocks", [4096, 520])
 @pytest.mark.parametrize("twist", TWISTS)
-def test_no_way_of_sending_buys_a_larger_share(twist: str) -> None:
-    fair = Contest({HONEST: honest(), ATTACKER: honest()}).run()
-    twisted = Contest({HONEST: honest(), ATTACKER: TWISTS[twist]()}).run()
+def test_no_way_of_sending_buys_a_larger_share(twist: str, blocks: int) -> None:
+    """Also when two large requests fill the memory."""
+    fair = Contest({HONEST: honest(), ATTACKER: honest()}, blocks=blocks).run()
+    twisted = Contest({HONEST: honest(), ATTACKER: TWISTS[twist]()}, blocks=blocks).run()
     gain = twisted[ATTACKER].device_us / fair[ATTACKER].device_us
     loss = fair[HONEST].device_us / twisted[HONEST].device_us
     assert gain <= GAIN_MAX and loss <= GAIN_MAX

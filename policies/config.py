@@ -28,10 +28,10 @@ class PolicyConfig:
     decode_work_us: int = 25_000  # guess at a decode step's work until a sequence has shown one
     chunk_work_us: int = 200_000  # guess at a prompt chunk's work until a sequence has shown one
     coast: bool = True  # teams of like requests go by arrival (`policies.coast`)
-    coast_below_percent: int = 80  # CV^2 below which a team starts to coast
-    coast_above_percent: int = 120  # CV^2 above which it stops
+    coast_below_percent: int = 25  # CV^2 below which a team starts to coast
+    coast_above_percent: int = 50  # CV^2 above which it stops
     coast_completions: int = 256  # latest completions of a team that CV^2 is taken over
-    coast_completions_min: int = 16  # fewer say nothing
+    coast_completions_min: int = 8  # fewer say nothing
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -55,12 +55,6 @@ class PolicyConfig:
         if self.quanta_us:
             return self.quanta_us[: self.levels - 1]
         return tuple(self.base_quantum_us << level for level in range(self.levels - 1))
-
-    def coast_level(self, level: int) -> int:
-        """The level that a coasting team shows to others for a sequence in `level`: not above the middle, so that its
-        order of arrival cannot bring a long request in front of other teams' short ones.
-        """
-        return min(max(level, (self.levels + 1) // 2), self.levels - 1)
 
     @property
     def quantum_cost_us(self) -> int:

@@ -54,7 +54,7 @@ class EgMlfq(MeteredPolicy):
         self._is_stale = False
         heads = [head for team in planned if (head := team.levels.head) is not None]
         if self._meter.theta is None:
-            self._eligible = [(head.team.levels.shown[head.level], head.team.lag, head.place, head) for head in heads]
+            self._eligible = [(head.level, head.team.lag, head.place, head) for head in heads]
             heapify(self._eligible)
             return
         self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
@@ -62,7 +62,7 @@ class EgMlfq(MeteredPolicy):
         self._least = self._find_least()
         self._limit = limit = self._least + self._meter.theta
         self._eligible = [
-            (team.levels.shown[head.level], lag, head.place, head)
+            (head.level, lag, head.place, head)
             for head in heads
             if (lag := (team := head.team).lag) <= limit
         ]
@@ -107,7 +107,7 @@ class EgMlfq(MeteredPolicy):
             return
         # When blocks are short, whole queues are refused one after the other. The team's lag has not grown, so its next
         # candidate nearly always stays on top, and comparing it with the two below is all that is needed.
-        entry = (team.levels.shown[following.level], team.lag, following.place, following)
+        entry = (following.level, team.lag, following.place, following)
         size = len(eligible)
         if (size < 2 or entry < eligible[1]) and (size < 3 or entry < eligible[2]):
             eligible[0] = entry
@@ -135,7 +135,7 @@ class EgMlfq(MeteredPolicy):
         limit = self._limit
         is_gated = self._meter.theta is not None
         self._eligible = [
-            (h.team.levels.shown[h.level], h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit
+            (h.level, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit
         ]
         self._gated = [(h.team.lag, h.place, h) for h in heads if is_gated and h.team.lag > limit]
         heapify(self._eligible)
@@ -164,7 +164,7 @@ class EgMlfq(MeteredPolicy):
         if following is None:
             heappop(eligible)
         elif team.lag <= self._limit or self._meter.theta is None:
-            heapreplace(eligible, (team.levels.shown[following.level], team.lag, following.place, following))
+            heapreplace(eligible, (following.level, team.lag, following.place, following))
             return
         else:
             heappop(eligible)
@@ -205,7 +205,7 @@ class EgMlfq(MeteredPolicy):
 
     def _open_gate(self) -> None:
         lag, place, sequence = heappop(self._gated)
-        heappush(self._eligible, (sequence.team.levels.shown[sequence.level], lag, place, sequence))
+        heappush(self._eligible, (sequence.level, lag, place, sequence))
 
     def _find_least(self) -> int:
         """Least D of the able teams. If none is able, all active teams count as able."""

@@ -66,7 +66,7 @@ class LevelQueues:
     Everything that orders a team's own sequences is in here: a lane above level 0 is one more queue in front.
     """
 
-    __slots__ = ("_coast_shown", "_shown", "arrivals", "head", "is_coasting", "queues", "shown")
+    __slots__ = ("arrivals", "head", "is_coasting", "queues")
 
     def __init__(self, config: PolicyConfig) -> None:
         # Dicts as ordered sets: append, remove anywhere, and walk from the front, all O(1) a step.
@@ -74,9 +74,6 @@ class LevelQueues:
         self.arrivals: dict[RankedSequence, None] = {}
         self.head: RankedSequence | None = None
         self.is_coasting = False
-        self._shown = tuple(range(config.levels))
-        self._coast_shown = tuple(map(config.coast_level, self._shown))
-        self.shown = self._shown  # by level: what other teams see of it
 
     def push(self, sequence: RankedSequence) -> None:
         """Append a newcomer; its place must be the newest."""
@@ -106,7 +103,6 @@ class LevelQueues:
     def set_coasting(self, is_coasting: bool) -> None:
         """Change the order, between steps only."""
         self.is_coasting = is_coasting
-        self.shown = self._coast_shown if is_coasting else self._shown
         self.head = next(self.walk(), None)
 
     def walk(self) -> Iterator[RankedSequence]:

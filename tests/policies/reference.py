@@ -118,12 +118,7 @@ class Reference:
             return None
         limit = max(min(team.D for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
         eligible = [seq for seq in candidates if limit >= seq.team.D]
-        return min(eligible, key=lambda seq: (self.shown(seq), seq.team.D, seq.place)).seq_id
-
-    def shown(self, seq: Seq) -> int:
-        """What other teams see: of a coasting team nothing above the middle."""
-        middle = min(math.ceil(self.config.levels / 2), self.config.levels - 1)
-        return max(seq.level, middle) if seq.team.coasts else seq.level
+        return min(eligible, key=lambda seq: (seq.level, seq.team.D, seq.place)).seq_id
 
     def take(self, seq_id: int, work_us: int) -> None:
         seq = self.seqs[seq_id]

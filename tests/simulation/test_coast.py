@@ -222,12 +222,12 @@ def test_the_setting_switches_it_off() -> None:
         report = simulate(trace, [policy], profile=FLAT, config=settings)
         hashes[name] = report["policies"][0]["schedule_hash"]
     assert hashes["on"] != hashes["off"]
-    few = trace[:16]
+    few = trace[:8]
     short = [
         simulate(few, ["eg-mlfq"], profile=FLAT, config=EngineConfig(kind="sim", max_batch_size=2, coast=coast))
         for coast in (True, False)
     ]
-    assert short[0] == short[1], "sixteen requests are too few to know"
+    assert short[0] == short[1], "eight requests are too few to know"
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

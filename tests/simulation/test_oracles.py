@@ -5,7 +5,7 @@ and n decodes after it. The prefill already yields a token, so such a request as
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -175,7 +175,7 @@ def test_a_hundred_requests_at_once_do_not_pass_the_other_teams_one() -> None:
 def test_one_slot_and_a_resident_sequence_behind_new_ones_makes_progress() -> None:
     jobs = [Job("long", 0, 1, 20, team_id=0, level=2)]
     jobs += [Job(f"new{i}", 1 + 2 * i, 1, 0, team_id=0, level=0) for i in range(15)]
-    line = Timeline(EgMlfq(quanta(2, 4, 8)), jobs)
+    line = Timeline(EgMlfq(replace(quanta(2, 4, 8), coast=False)), jobs)
     assert len(line.done) == 16
     assert line.preemptions["long"] == 15 and line.done["long"] == 21 + 15
 

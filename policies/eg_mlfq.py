@@ -61,11 +61,7 @@ class EgMlfq(MeteredPolicy):
         heapify(self._able)
         self._least = self._find_least()
         self._limit = limit = self._least + self._meter.theta
-        self._eligible = [
-            (head.level, lag, head.place, head)
-            for head in heads
-            if (lag := (team := head.team).lag) <= limit
-        ]
+        self._eligible = [(head.level, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
         heapify(self._eligible)
         if len(self._eligible) < len(heads):
             self._gated = [(lag, head.place, head) for head in heads if (lag := head.team.lag) > limit]
@@ -134,9 +130,7 @@ class EgMlfq(MeteredPolicy):
                 heads.append(following)
         limit = self._limit
         is_gated = self._meter.theta is not None
-        self._eligible = [
-            (h.level, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit
-        ]
+        self._eligible = [(h.level, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit]
         self._gated = [(h.team.lag, h.place, h) for h in heads if is_gated and h.team.lag > limit]
         heapify(self._eligible)
         heapify(self._gated)

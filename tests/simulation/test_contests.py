@@ -50,10 +50,12 @@ def test_saturating_gold_leaves_bronze_its_floor_and_its_bound() -> None:
 
 
 @pytest.mark.case("G61")
-def test_gold_hardly_notices_a_hundred_queued_bronze_requests() -> None:
+@pytest.mark.parametrize("long_output", [80, 4])
+def test_gold_hardly_notices_a_hundred_queued_bronze_requests(long_output: int) -> None:
+    """Whether gold's requests differ, as interactive teams' do, or are all alike, so that the team coasts."""
+
     def gold() -> list[Ask]:
-        """A mix, as interactive teams have it: no team of like requests, which would coast."""
-        return [Ask(prompt=100, output=80 if number % 6 == 5 else 4) for number in range(60)]
+        return [Ask(prompt=100, output=long_output if number % 6 == 5 else 4) for number in range(60)]
 
     idle = Contest({GOLD: [iter(gold())], BRONZE: []}, teams=TEAMS).run()[GOLD].first_token_us
     crowd = [forever(Ask(50, 200)) for _ in range(150)]

@@ -4,6 +4,7 @@ Layout `[num_blocks + 1, layers, 2, block_size, kv_heads, head_dim]`. The extra 
 tables are padded with it. Invariant: every slot a sequence's attention can read but must not see (the rest of its last
 block, padding) holds zeros, never what an earlier owner left there; a masked slot with NaN in it would still poison
 a sum, since 0 * NaN is NaN.
+(The native backend reads no slot past a sequence's end, so with it blocks are never cleared.)
 """
 
 from pathlib import Path

@@ -69,6 +69,8 @@ def main() -> int:
                 print_table(run["teams"], list(columns), title=f"round {number + 1}, {name}: {speed}")
                 sys.stdout.flush()
             rounds.append(runs)
+            if arguments.out:
+                arguments.out.write_text(json.dumps({"rounds": rounds}, indent=1) + "\n")
     tables = {f"{over} over {under}": ratios(rounds, over, under) for over, under in pairs(names)}
     for title, rows in tables.items():
         print_table(rows, title=title)

@@ -99,7 +99,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [len(sample_rows), vocab] in the model's dtype; writes the KV of every row."""
+        """Logits [len(sample_rows), vocab] in the lm_head's dtype; writes the KV of every row."""
         num_decode = len(batch.decode)
         attend = self._attend_fn(batch, cache, attention)
         x = self.weights.embedding[torch.tensor(batch.token_ids, device=self.device)]

@@ -646,11 +646,12 @@ static inline vf add_bias(vf x, const bf16 *bias, int64_t at, int64_t count) {
 
 /* out[rows, features] = in[rows, depth] * weight^T + bias; with `gated`, silu of that, times the same with the second
  * half of the weight and of the bias. Each output is one chain of additions over the depth, however many rows there
- * are. Returns 0 without AVX512_BF16. */
-int terazi_linear(const uint32_t *in, const uint32_t *weight, const bf16 *bias, bf16 *out, int64_t rows,
-                  int64_t features, int64_t depth, int64_t gated, int64_t threads) {
+ * are, and is rounded to bfloat16 unless `wide`. Returns 0 without AVX512_BF16. */
+int terazi_linear(const uint32_t *in, const uint32_t *weight, const bf16 *bias, void *out, int64_t rows,
+                  int64_t features, int64_t depth, int64_t gated, int64_t wide, int64_t threads) {
 #if !HAVE_DOT_BF16
-    (void)in, (void)weight, (void)bias, (void)out, (void)rows, (void)features, (void)depth, (void)gated, (void)threads;
+    (void)in, (void)weight, (void)bias, (void)out, (void)rows, (void)features, (void)depth, (void)gated, (void)wide,
+        (void)threads;
     return 0;
 #else
     int64_t pairs = depth / 2, panels = (features + PANEL - 1) / PANEL;
@@ -674,7 +675,7 @@ int terazi_linear(const uint32_t *in, const uint32_t *weight, const bf16 *bias, 
                         vf size = choose(x < 0, -x, x), e = exp2_vec(size * -1.44269504f);
                         x = x * y * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
                     }
-                    store_vec(out, (row + r) * features + at, num, BFLOAT16, x);
+                    store_vec(out, (row + r) * features + at, num, wide ? FLOAT32 : BFLOAT16, x);
                 }
         }
     }

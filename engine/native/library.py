@@ -80,7 +80,7 @@ class Kernels:
         self._pack_linear.argtypes = [pointer, pointer, count, count]
         self._pack_linear.restype = None
         self._linear = library.terazi_linear
-        self._linear.argtypes = [pointer, pointer, pointer, pointer, count, count, count, count, count]
+        self._linear.argtypes = [pointer] * 4 + [count] * 6
         self._linear.restype = ctypes.c_int
         library.terazi_has_linear.restype = ctypes.c_int64
         library.terazi_has_linear.argtypes = []
@@ -128,9 +128,13 @@ class Kernels:
         out_features: int,
         *,
         gated: bool = False,
+        wide: bool = False,
     ) -> torch.Tensor:
-        """[rows, in] -> [rows, out] in bfloat16. `gated`: silu of the first weight's product times the second's."""
-        out = rows.new_empty((rows.shape[0], out_features))
+        """[rows, in] -> [rows, out] in bfloat16, or in float32 if `wide`, without rounding.
+
+        `gated`: silu of the first weight's product times the second's.
+        """
+        out = rows.new_empty((rows.shape[0], out_features), dtype=torch.float32 if wide else rows.dtype)
         self._linear(
             rows.data_ptr(),
             packed.data_ptr(),
@@ -140,6 +144,7 @@ class Kernels:
             out_features,
             rows.shape[1],
             gated,
+            wide,
             torch.get_num_threads(),
         )
         return out

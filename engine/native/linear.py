@@ -15,8 +15,9 @@ from engine.weights import GateUp, Layer, Linear, Weights
 class NativeLinear(Linear):
     """y = x W^T + b over packed rows, with W in panels (terazi_pack_linear)."""
 
-    def __init__(self, kernels: Kernels, plain: Linear) -> None:
-        """Packs a copy of the weight of `plain`, which is not packed yet."""
+    def __init__(self, kernels: Kernels, plain: Linear, *, wide: bool = False) -> None:
+        """Packs a copy of the weight of `plain`, which is not packed yet. `wide`: outputs in float32."""
+        self.wide = wide
         self.out_features, self.in_features, self.bias = plain.out_features, plain.in_features, plain.bias
         self.is_packed = False  # not in oneDNN's layout
         self.kernels = kernels
@@ -24,7 +25,7 @@ class NativeLinear(Linear):
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
-        return self.kernels.linear(rows, self.weight, self.bias, self.out_features)
+        return self.kernels.linear(rows, self.weight, self.bias, self.out_features, wide=self.wide)
 
 
 class NativeGateUp(GateUp):
@@ -63,4 +64,6 @@ def native_weights(kernels: Kernels, weights: Weights) -> Weights:
             down=NativeLinear(kernels, layer.down),
         )
         del layer
-    return Weights(embedding=embedding, layers=tuple(layers), norm=norm, lm_head=NativeLinear(kernels, lm_head))
+    # Logits of 25.26 and 25.36 round to one bfloat16, and a greedy choice between them would be the lower id.
+    head = NativeLinear(kernels, lm_head, wide=True)
+    return Weights(embedding=embedding, layers=tuple(layers), norm=norm, lm_head=head)

@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import openai
 import pytest
@@ -25,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_a_question_gets_its_answer_and_one_ledger_row(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.make_key(), max_retries=0, timeout=120)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     whole = client.chat.completions.create(model="smollm2-135m", messages=question, temperature=0, max_tokens=32)  # type: ignore[arg-type]
     assert "Paris" in (whole.choices[0].message.content or "")
     assert whole.choices[0].finish_reason == "stop"
@@ -44,7 +45,7 @@ def test_a_question_gets_its_answer_and_one_ledger_row(server: Server) -> None:
     assert chunks[-1].usage == whole.usage
 
     assert server.stop() == 0
-    with sqlite3.connect(server.data_dir / "terazi.db") as database:
+    with closing(sqlite3.connect(server.data_dir / "terazi.db")) as database:
         rows = database.execute("SELECT team, outcome, prompt_tokens, output_tokens, device_us FROM ledger").fetchall()
     assert whole.usage is not None
     counts = ("search", "ok", whole.usage.prompt_tokens, whole.usage.completion_tokens)

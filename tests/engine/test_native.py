@@ -101,6 +101,9 @@ def test_a_linear_equals_torch_and_its_rows_do_not_depend_on_each_other(
         F.linear(rows.float(), weight.float(), None if part is None else part.float())
         for weight, part in ((gate, halves[0]), (up, halves[1]))
     ]
+    wide = NativeLinear(kernels, Linear(gate, halves[0]), wide=True)
+    assert torch.allclose(wide(rows), products[0], rtol=1e-4, atol=1e-3), "not rounded to bfloat16"
+    assert torch.equal(wide(rows).to(torch.bfloat16), linear(rows))
     for fn, expected in ((linear, products[0]), (gate_up, F.silu(products[0]) * products[1])):
         got = fn(rows)
         assert torch.allclose(got.float(), expected, rtol=1e-2, atol=1e-4)

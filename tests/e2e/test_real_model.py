@@ -12,6 +12,7 @@ from engine.model_store import cache_root
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.real_model
+LEDGER = "SELECT team, outcome, prompt_tokens, output_tokens, device_us FROM ledger WHERE team = 'search'"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_a_question_gets_its_answer_and_one_ledger_row(server: Server) -> None:
 
     assert server.stop() == 0
     with closing(sqlite3.connect(server.data_dir / "terazi.db")) as database:
-        rows = database.execute("SELECT team, outcome, prompt_tokens, output_tokens, device_us FROM ledger").fetchall()
+        rows = database.execute(LEDGER).fetchall()
     assert whole.usage is not None
     counts = ("search", "ok", whole.usage.prompt_tokens, whole.usage.completion_tokens)
     assert [row[:4] for row in rows] == [counts, counts]

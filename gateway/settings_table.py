@@ -202,7 +202,7 @@ SETTINGS: tuple[Setting, ...] = (
         "deterministic",
         "bool",
         False,
-        "Recompute and prefix hits are bit-equal too, at some speed.",
+        "Makes recompute and prefix hits bit-equal too; no effect until those land.",
         "engine.deterministic",
     ),
     Setting(

@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--engine", default="torch", choices=["torch", "sim"])
     parser.add_argument("--max-batch-size", default="16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--weight", action="append", default=[], metavar="TIER=N", help="another weight for a tier")
     parser.add_argument("--peer-command", default="", help="starts an OpenAI-compatible server of the same model")
     parser.add_argument("--peer-url", default="", help="http://HOST:PORT where it then listens")
     parser.add_argument("--out", type=Path)
@@ -55,7 +56,8 @@ def main() -> int:
     names = [*POLICIES, PEER] if arguments.peer_command else list(POLICIES)
     with tempfile.TemporaryDirectory(prefix="terazi-compare-") as root:
         size = arguments.max_batch_size
-        options = RunOptions(Path(root), arguments.engine, arguments.model, size, vocab_size, QUESTION)
+        weights = {tier: int(weight) for tier, weight in (pair.split("=", 1) for pair in arguments.weight)}
+        options = RunOptions(Path(root), arguments.engine, arguments.model, size, vocab_size, QUESTION, weights)
         for number in range(arguments.rounds):
             runs: dict[str, dict[str, Any]] = {}
             for name in names[number % len(names) :] + names[: number % len(names)]:

@@ -2,8 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ class RunOptions:
     max_batch_size: str
     vocab_size: int
     question: str = ""
+    weights: Mapping[str, int] = field(default_factory=dict)  # of tiers; those not named keep their default
 
 
-async def _make_teams(admin: AdminClient, teams: Sequence[str]) -> dict[str, str]:
+async def _make_teams(admin: AdminClient, teams: Sequence[str], weights: Mapping[str, int]) -> dict[str, str]:
     # Under overload FCFS waits longer than a tier would let it: both orders get the time to finish everything.
     for tier in sorted({TEAM_TIERS.get(team, OTHER_TIER) for team in teams}):
-        await admin.call("PATCH", f"/admin/v1/tiers/{tier}", body={"max_queue_seconds": PATIENCE_SECONDS})
+        weight = {"weight": weights[tier]} if tier in weights else {}
+        await admin.call("PATCH", f"/admin/v1/tiers/{tier}", body={"max_queue_seconds": PATIENCE_SECONDS, **weight})
     keys = {}
     for team in teams:
         tier = TEAM_TIERS.get(team, OTHER_TIER)
@@ -74,7 +76,7 @@ def run_policy(
 
     async def play(server: ServerProcess) -> tuple[str, list[Outcome], dict[str, Any]]:
         async with open_admin(data_dir) as admin:
-            keys = await _make_teams(admin, teams)
+            keys = await _make_teams(admin, teams, options.weights)
             status = await admin.call("GET", "/admin/v1/status")
         served_model = status["engine"]["model"]["name"]
         # Both runs answer it, so both engines are warm when the trace begins.

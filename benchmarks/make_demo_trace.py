@@ -10,7 +10,7 @@ and no tenants. What is done to it, so that a 135M model on two cores is overloa
     support   conversation rows with 4-60 output tokens of one real minute, thinned to their times; output <= 40
     dev       code rows of one real minute, thinned; output 4-48
     reports   conversation rows with >= 250 output tokens, in bursts of 12 every 20 s (the bursts are ours)
-    prompts   a sixteenth of the original length, plus 8 tokens (16 for reports)
+    prompts   an eighth of the original length plus 8 tokens (reports: a sixteenth plus 16)
 """
 
 import csv
@@ -22,8 +22,8 @@ from pathlib import Path
 
 SECONDS = 60.0
 SEED = 20231116
-SUPPORT_REQUESTS = 80
-DEV_REQUESTS = 24
+SUPPORT_REQUESTS = 120
+DEV_REQUESTS = 30
 BURST_SECONDS = 20
 BURST_SIZE = 12
 
@@ -53,14 +53,14 @@ def make(conversation: list[tuple[float, int, int]], code: list[tuple[float, int
     rng = random.Random(SEED)
     arrivals: list[tuple[float, str, int, int]] = []
     short = [row for row in conversation if 4 <= row[2] <= 60]
-    arrivals += [(t, "support", min(p, 2048) // 16 + 8, min(o, 40)) for t, p, o in minute(short, SUPPORT_REQUESTS, rng)]
-    arrivals += [(t, "dev", min(p, 4096) // 16 + 8, max(4, min(o, 48))) for t, p, o in minute(code, DEV_REQUESTS, rng)]
+    arrivals += [(t, "support", min(p, 2048) // 8 + 8, min(o, 40)) for t, p, o in minute(short, SUPPORT_REQUESTS, rng)]
+    arrivals += [(t, "dev", min(p, 4096) // 8 + 8, max(4, min(o, 48))) for t, p, o in minute(code, DEV_REQUESTS, rng)]
     long = [row for row in conversation if row[2] >= 250]
     for burst in range(int(SECONDS) // BURST_SECONDS):
         for _ in range(BURST_SIZE):
             _, prompt, output = rng.choice(long)
             at = burst * BURST_SECONDS + rng.random()
-            arrivals.append((at, "reports", min(prompt, 4096) // 16 + 16, min(output // 2 + 120, 400)))
+            arrivals.append((at, "reports", min(prompt, 4096) // 8 + 16, min(output // 2 + 120, 400)))
     return [
         {"t": round(t, 3), "team": team, "prompt_tokens": prompt, "output_tokens": output}
         for t, team, prompt, output in sorted(arrivals)

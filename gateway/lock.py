@@ -77,11 +77,6 @@ def lock_holder(data_dir: Path) -> int | None:
     return None
 
 
-def is_locked(data_dir: Path) -> bool:
-    """Does a process hold the directory now?"""
-    return is_held(data_dir / "lock")
-
-
 def is_held(path: Path) -> bool:
     """Does a process hold a lock on this file now?"""
     try:

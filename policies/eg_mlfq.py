@@ -8,8 +8,8 @@ Each team offers its best candidate by (level, place). Among teams whose lag D i
 The second term keeps the device busy: when only teams above the gate have candidates, the least served of them runs.
 Theta = 0 is strict fair share, Theta = infinity is level order without a gate.
 
-A coasting team (`policies.coast`) offers its sequences by arrival, and its level in these keys is never better than the
-middle one.
+A coasting team (`policies.coast`) offers its sequences by arrival instead; its level in these keys is that of the
+sequence it offers.
 
 State of one step. Two heaps hold each team that has a candidate left, by its next candidate: `_eligible` keyed
 (level, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap of D over the

@@ -13,12 +13,12 @@ from gateway import lock
 
 def test_a_second_holder_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
     with lock.DataDirLock(tmp_path):
-        assert lock.is_locked(tmp_path)
+        assert lock.is_held(tmp_path / "lock")
         with pytest.raises(lock.DataDirLocked) as refused:
             lock.DataDirLock(tmp_path).acquire()
         assert refused.value.pid == os.getpid()
         assert str(tmp_path) in str(refused.value)
-    assert not lock.is_locked(tmp_path)
+    assert not lock.is_held(tmp_path / "lock")
     with lock.DataDirLock(tmp_path):
         pass
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -84,6 +84,18 @@ class ProfileInfo(msgspec.Struct, frozen=True, kw_only=True):
     decode_context_us: float
 
 
+class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The constants that the maximum pause follows from (policies.PolicyConfig), so that the gateway can print it."""
+
+    levels: int
+    base_quantum_us: int
+    fairness_window_us: int
+    step_cost_max_us: int
+    promotion_percent: int
+    grant_us: int
+    upload_max_us: int  # T_in of the largest sequence
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of the engine on every connection."""
 
@@ -100,6 +112,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     num_host_blocks: int
     max_batch_size: int
     max_batch_tokens: int
+    block_bytes: int = 0
+    block_copy_us: float = 0.0  # one block, one way
+    memory_preemption: str = "none"
+    constants: PolicyInfo | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +136,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     num_swaps: int = 0
     num_recomputes: int = 0
     num_promotions: int = 0
+    work_us: int = 0  # stand-alone work of its tokens: what it would have taken alone on the device
+    overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
+    longest_pause_us: int = 0  # longest time it went without a step, from arrival on
+    pause_bound_us: int = 0  # largest bound (I8) that held for it when it began to starve; 0 if it never did
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +161,9 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
+    num_free_host_blocks: int = 0
+    num_swapped: int = 0  # sequences whose KV is on the host, or on its way there or back
+    num_dropped: int = 0  # sequences whose KV is gone and will be recomputed
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -163,8 +186,30 @@ class TeamSample(msgspec.Struct, frozen=True, kw_only=True):
     lag_min_us: float
     lag_max_us: float
     promotions: int = 0
-    bytes_swapped_out: int = 0
+    bytes_swapped_out: int = 0  # of its sequences' KV, whoever caused it
     bytes_swapped_in: int = 0
+    exhausted: int = 0  # starving sequences that found the promotion budget too small
+    budget_us: int = 0  # promotion budget at the end of the interval, in work
+    starving: int = 0  # sequences waiting for a grant at the end
+    promoted_us: int = 0  # work done under grants
+    overhead_us: int = 0  # cost of copies and replays it caused; a part of served_us
+    pause_bound_us: int = 0  # maximum pause (I8) for its present queue
+    longest_pause_us: int = 0  # longest pause that ended in this interval
+    waiting_levels: tuple[int, ...] = ()  # `waiting` by level
+
+
+class Interference(msgspec.Struct, frozen=True, kw_only=True):
+    """Who cost whom what in one interval. The victim's sequences lost their slot or their blocks; the causer paid."""
+
+    causer_id: int  # team
+    victim_id: int  # team; may be the same
+    preemptions: int = 0  # slots lost
+    swaps_out: int = 0
+    swaps_in: int = 0
+    recomputes: int = 0  # KV dropped
+    bytes_out: int = 0
+    bytes_in: int = 0
+    billed_us: int = 0  # device time of the copies and replays, charged to the causer
 
 
 class ServiceSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
@@ -172,6 +217,10 @@ class ServiceSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
 
     interval_ms: int
     teams: tuple[TeamSample, ...]
+    interference: tuple[Interference, ...] = ()
+    lag_bound_us: float = 0.0  # most that two able teams' lags may differ (docs/scheduling.md); 0 is no bound
+    stall_us: int = 0  # device time spent standing still for copies
+    replayed_tokens: int = 0  # tokens computed again after a drop
 
 
 FromGateway = ConfigureTeams | Submit | Abort

@@ -18,3 +18,5 @@ class EngineParts:
     model: ModelInfo
     num_device_blocks: int
     num_host_blocks: int
+    block_bytes: int = 0
+    block_copy_us: float = 0.0  # one block, one way: what swapping costs

@@ -27,15 +27,23 @@ class Row(msgspec.Struct, frozen=True):  # a dataclass takes three times as long
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One sequence's blocks to move: pairs of (source block, destination block)."""
+    """One sequence's blocks to move: pairs of (source block, destination block).
 
+    Neither side's blocks are read, written or given to anyone else before a StepResult names `copy_id` in its
+    `copies_done`; blocks that are only read (the source) may be read by others.
+    """
+
+    copy_id: int  # unique for the life of the engine
     seq_id: int
     pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: who runs, which blocks are copied. Copies out run before the forward pass, copies in before it too."""
+    """One step: who runs, which blocks are copied. The runner starts the copies out, then the copies in, then the
+    forward pass; no row uses a block of a copy that is not done. A plan without rows only copies; one without anything
+    waits until a copy in flight is done.
+    """
 
     step_id: int
     rows: tuple[Row, ...]
@@ -51,3 +59,5 @@ class StepResult:
     duration_us: int  # measured (or simulated) time of the step: copies, forward pass, sampling
     token_ids: Mapping[int, int]  # seq_id -> sampled id, for the rows that sample
     failed: Mapping[int, str] = field(default_factory=dict)  # seq_id -> why this row alone failed
+    copies_done: Sequence[int] = ()  # copy ids that are complete, of this plan or earlier ones; each is named once
+    copy_us: int = 0  # the part of duration_us that the step stood still for copies

@@ -65,6 +65,8 @@ class Scheduler:
         num_device_blocks: int,
         *,
         eos_token_ids: Iterable[int] = (),
+        num_host_blocks: int = 0,
+        block_copy_us: float = 0.0,
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(num_device_blocks)

@@ -3,12 +3,12 @@
 FCFS keeps them too, so that reports and the fairness test read the same figures whatever the order was.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 
 from policies.config import PolicyConfig
 from policies.mlfq import Levels, RankedSequence
-from policies.sequences import SequenceTerms, Served, TeamService, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
 from policies.shares import LagMeter, TeamShare, learn_cost
 
 
@@ -108,7 +108,7 @@ class MeteredPolicy:
             sequence.team.num_refused += 1
             self._meter.num_refused += 1
 
-    def settle(self, served: Sequence[Served], now_us: int) -> None:
+    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         """The step has run: the meter first, then the levels, then the mode of teams with completions. Sequences that
         ended leave after this.
         """
@@ -151,6 +151,23 @@ class MeteredPolicy:
             team.num_refused -= 1
             self._meter.num_refused -= 1
         self._meter.exit(team)
+
+    def swapped_in(self, seq_id: int) -> None:
+        """Its blocks are back: it is no longer refused."""
+        self.fits_again(seq_id)
+
+    def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
+        """In order of arrival."""
+        return [Turn(seq_id, 0) for seq_id in sorted(seq_ids)]
+
+    def over_served(self, team_ids: Iterable[int]) -> list[int]:
+        """By lag, the greatest first."""
+        teams = self._meter.teams
+        return sorted(team_ids, key=lambda team_id: (-teams[team_id].lag, team_id))
+
+    def num_promotions(self, seq_id: int) -> int:
+        """No promotion yet."""
+        return 0
 
     def level(self, seq_id: int) -> int:
         """The present level of a live sequence. Raises KeyError for one that is not here."""

@@ -6,10 +6,10 @@ returns None or the step is full (`refuse_new` may come anywhere in between), th
 A policy has no I/O, no clock and no randomness: the same calls give the same answers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from policies.sequences import SequenceTerms, Served, TeamService, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
 
 
 class Policy(Protocol):
@@ -50,8 +50,27 @@ class Policy(Protocol):
         The holder stays while it may. None: the policy does not look at teams.
         """
 
-    def settle(self, served: Sequence[Served], now_us: int) -> None:
-        """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran."""
+    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+        """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran.
+
+        `overheads` are the parts of the step's cost that belong to no row: each is charged to its team, active or not.
+        A row that only replayed tokens has work 0 and cost 0.
+        """
+
+    def swapped_in(self, seq_id: int) -> None:
+        """The upload of `seq_id` has ended: it may run again, and keeps its slot for a minimum run. Between steps."""
+
+    def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
+        """When each of these live sequences will run next, soonest first; ties in the order they would be picked.
+
+        `slots` is how many sequences run in a step. Changes nothing; may be called at any time.
+        """
+
+    def over_served(self, team_ids: Iterable[int]) -> list[int]:
+        """These teams, all with live sequences, from the most over-served to the least. Changes nothing."""
+
+    def num_promotions(self, seq_id: int) -> int:
+        """Grants that a live sequence has had."""
 
     def leave(self, seq_id: int, now_us: int) -> None:
         """`seq_id` finished or was aborted; also for one that never ran."""

@@ -54,5 +54,27 @@ class TeamService:
     waiting: int  # sequences not in the latest step
     running: int  # sequences in the latest step
     lag: float  # D, in cost-microseconds per unit of weight, above the least of the able teams
-    promotions: int = 0
+    promotions: int = 0  # grants issued
     is_coasting: bool = False  # its requests go by arrival (`policies.coast`)
+    exhausted: int = 0  # times a starving sequence first found the budget too small for a grant
+    budget_us: int = 0  # b, work its bucket holds now; may be negative
+    starving: int = 0  # sequences in its promotion FIFO, without the one that holds a grant
+    promoted_us: int = 0  # cumulative work done in lane P
+    overhead_us: int = 0  # cumulative cost of copies and replays it caused; a part of served_us
+    waiting_levels: tuple[int, ...] = ()  # `waiting` by level
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a step cost beside its rows' own new tokens: block copies and replayed tokens, billed to who caused them."""
+
+    team_id: int
+    cost_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a sequence will probably run next: its ENST (FastServe, arXiv 2305.05920, section on KV swapping)."""
+
+    seq_id: int
+    enst_us: int  # from now; 0 is at once

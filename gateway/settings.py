@@ -54,9 +54,16 @@ class Settings:
     block_size: int
     kv_memory: int
     host_kv_memory: int
+    memory_preemption: str
+    swap_benefit: int
+    swap_min_run_steps: int
+    swap_link_percent: int
+    promotion_percent: int
     max_queued_requests: int
     default_max_tokens: int
     deterministic: bool
+    step_log: str
+    step_log_max_bytes: int
     cache_dir: str
     log_format: str
     log_level: str

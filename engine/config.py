@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fairness_window_ms: int = 1000  # tau_f
     coast: bool = True  # teams of like requests are served in order of arrival
     deterministic: bool = False
+    kv_canary: bool = False  # check that swapped KV comes back bit for bit; a sequence whose KV does not ends in error
     step_log: str = ""  # a file that gets one JSON line for each step; "" is none
     step_log_max_bytes: int = 64 * 1024**2  # then it is moved to FILE.1 and begun again
     cache_dir: str = ""  # "" is ~/.cache/terazi

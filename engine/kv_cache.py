@@ -5,6 +5,10 @@ tables are padded with it. Invariant: every slot a sequence's attention can read
 block, padding) holds zeros, never what an earlier owner left there; a masked slot with NaN in it would still poison
 a sum, since 0 * NaN is NaN.
 (The native backend reads no slot past a sequence's end, so with it blocks are never cleared.)
+
+The host pool holds swapped-out blocks in the same layout, `[num_host_blocks, layers, 2, block_size, kv_heads,
+head_dim]`. On a CPU its pages cost nothing until the first block is copied there; beside a CUDA device it is pinned,
+which takes it at once and rounds it up to a power of two. A host block holds nothing before its first copy.
 """
 
 from pathlib import Path
@@ -24,13 +28,21 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 class KVCache:
-    """Owns the pool tensor. Which block belongs to whom is the scheduler's business."""
+    """Owns the pool tensors. Which block belongs to whom is the scheduler's business."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_host_blocks: int = 0,
     ) -> None:
-        """Raises KVAllocationError when the memory is not there."""
+        """`num_host_blocks` 0: no host pool. Raises KVAllocationError when the memory is not there."""
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.num_layers = config.num_layers
         self.null_block = num_blocks
@@ -39,11 +51,21 @@ class KVCache:
         num_bytes = (num_blocks + 1) * block_bytes(config, block_size, dtype)
         available = available_bytes(device)
         if available is not None and num_bytes > available:
-            raise KVAllocationError(_shortage(num_blocks, num_bytes, available))
+            raise KVAllocationError(_shortage("", num_blocks, num_bytes, available))
         try:
             self.pool = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError:
-            raise KVAllocationError(_shortage(num_blocks, num_bytes, available)) from None
+            raise KVAllocationError(_shortage("", num_blocks, num_bytes, available)) from None
+        self.host_pool: torch.Tensor | None = None
+        if num_host_blocks:
+            try:
+                self.host_pool = torch.empty(
+                    (num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=device.type == "cuda"
+                )
+            except RuntimeError:
+                num_bytes = num_host_blocks * block_bytes(config, block_size, dtype)
+                available = available_bytes(torch.device("cpu"))
+                raise KVAllocationError(_shortage("host ", num_host_blocks, num_bytes, available)) from None
         # Rows of one layer's keys or values of one block, and of one token of it.
         self._block_rows = self.pool.view(-1, block_size * self.kv_heads * self.head_dim)
         self._token_rows = self.pool.view(-1, self.kv_heads * self.head_dim)
@@ -89,9 +111,14 @@ def available_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _shortage(num_blocks: int, num_bytes: int, available: int | None) -> str:
+def host_blocks_that_fit(num_wanted: int, num_block_bytes: int, available: int | None) -> int:
+    """At most `num_wanted` host blocks, and at most what leaves a quarter of the available memory to everybody else."""
+    if available is None:
+        return num_wanted
+    return min(num_wanted, max(0, available * 3 // 4) // num_block_bytes)
+
+
+def _shortage(side: str, num_blocks: int, num_bytes: int, available: int | None) -> str:
     free = "" if available is None else f", {available / 2**20:.0f} MiB are available"
-    return (
-        f"the KV pool of {num_blocks} blocks needs {num_bytes / 2**20:.0f} MiB{free}; "
-        "lower --kv-memory (kv_memory_bytes)"
-    )
+    setting = "--host-kv-memory (host_kv_memory_bytes)" if side else "--kv-memory (kv_memory_bytes)"
+    return f"the {side}KV pool of {num_blocks} blocks needs {num_bytes / 2**20:.0f} MiB{free}; lower {setting}"

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.messages import SamplingParams
-from engine.plan import Row, StepPlan
+from engine.plan import BlockCopy, Row, StepPlan
 from policies.cost import StepProfile
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 PROFILE_VERSION = 2  # raise it when the shapes, the estimate or the fit change
 NUM_ROUNDS = 6
+COPY_BLOCKS = 32
 FIXED_PROFILE = Path(__file__).parent / "data" / "step_profile_fixed.json"
 
 
@@ -126,6 +128,31 @@ def measure_all(runner: "TorchRunner", shapes: Sequence[StepShape], rounds: int 
         runner.execute(plan)  # warms kernels up
     times = [[runner.execute(plan).duration_us for plan in plans] for _ in range(rounds)]
     return [min(column) for column in zip(*times, strict=True)]
+
+
+def measure_block_copy_us(runner: "TorchRunner", rounds: int = NUM_ROUNDS) -> float:
+    """Time of one block's copy, one way, in microseconds; 0 without a host pool. Measured at each start, not kept: it
+    takes milliseconds. Uses the first blocks of both pools: run it before serving.
+
+    The mean of the two ways, each the least of several: a copy to pages of the host that were never written takes
+    longer, which the first round pays.
+    """
+    cache, copies = runner.cache, runner.copies
+    if copies is None or not cache.num_host_blocks:
+        return 0.0
+    count = min(COPY_BLOCKS, cache.num_blocks, cache.num_host_blocks)
+    # Every second block, as a pool in use gives them: nothing is copied in one long run.
+    pairs = tuple((block, block) for block in range(0, count, 2))
+    times: dict[str, list[int]] = {"out": [], "in": []}
+    for _ in range(rounds):
+        for way, copied in times.items():
+            copy = BlockCopy(0, 0, pairs)
+            started = time.perf_counter_ns()
+            copies.start((copy,) if way == "out" else (), (copy,) if way == "in" else ())
+            while not copies.poll():
+                copies.wait()
+            copied.append(time.perf_counter_ns() - started)
+    return sum(min(copied) for copied in times.values()) / 2 / 1000 / len(pairs)
 
 
 def plan_of(shape: StepShape, block_size: int) -> StepPlan:

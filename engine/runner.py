@@ -1,4 +1,8 @@
-"""TorchRunner: does what a StepPlan says with a real model. Its only state is the KV in the blocks."""
+"""TorchRunner: does what a StepPlan says with a real model. Its only state is the KV in the blocks.
+
+A plan's copies out start first, then its copies in, then its rows run. A copy is over when a result names it, which may
+be a later plan's; rows never touch blocks of a copy that is not over, so the order inside a step is free to change.
+"""
 
 import logging
 import time
@@ -7,7 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention import Span
+from engine.copy_engine import CopyEngine, SyncCopy
 from engine.kv_cache import KVCache
+from engine.kv_canary import KVCanary
 from engine.model import Batch, Model
 from engine.plan import Row, StepPlan, StepResult
 from engine.sampler import Draw, sample
@@ -18,21 +24,41 @@ logger = logging.getLogger(__name__)
 class TorchRunner:
     """Runs steps on one device. Implements the Runner protocol of `engine.core`."""
 
-    def __init__(self, model: Model, cache: KVCache, *, eos_token_ids: tuple[int, ...], num_tokens: int) -> None:
-        """`num_tokens`: ids the tokenizer knows; the embedding may have more rows, which are never sampled."""
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        *,
+        eos_token_ids: tuple[int, ...],
+        num_tokens: int,
+        copies: CopyEngine | None = None,
+        canary: KVCanary | None = None,
+    ) -> None:
+        """`num_tokens`: ids the tokenizer knows; the embedding may have more rows, which are never sampled.
+
+        `copies`: None is SyncCopy when the cache has a host pool. `canary`: checks that swapped KV comes back whole.
+        """
         self.model = model
         self.cache = cache
         self.attention = model.attention(cache)
         self.eos_token_ids = eos_token_ids
         self.num_tokens = min(num_tokens, model.config.vocab_size)
+        if copies is None and cache.host_pool is not None:
+            copies = SyncCopy(cache.pool[: cache.num_blocks], cache.host_pool)
+        self.copies = copies
+        self.canary = canary
+        self._spoiled: dict[int, str] = {}  # sequences whose KV came back changed: none of their rows may run
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan's rows and sample. A fault that one row causes fails that row; the others get their tokens.
-
-        Copies need a host pool, which this runner does not have yet: a plan with copies is a bug of the caller.
+        """Do the plan's copies, run its rows and sample. A fault that one row causes fails that row; the others get
+        their tokens. A plan without anything waits for a copy in flight. Copies without a host pool are a bug of the
+        caller.
         """
-        assert not plan.copies_out and not plan.copies_in, "this runner has no host pool"
         started = time.perf_counter_ns()
+        copies_done = self._copy(plan)
+        copy_us = (
+            (time.perf_counter_ns() - started) // 1000 if plan.copies_out or plan.copies_in or not plan.rows else 0
+        )
         failed = {row.seq_id: fault for row in plan.rows if (fault := self._fault(row))}
         rows = [row for row in plan.rows if row.seq_id not in failed]
         tokens: dict[int, int] = {}
@@ -44,14 +70,36 @@ class TorchRunner:
                 tokens, failures = self._run_alone(rows)
             failed.update(failures)
         duration_us = max(1, (time.perf_counter_ns() - started) // 1000)
-        return StepResult(plan.step_id, duration_us, tokens, failed)
+        return StepResult(plan.step_id, duration_us, tokens, failed, copies_done, copy_us)
 
     def release(self, seq_id: int) -> None:
         """A sequence is gone. Its blocks are cleared when they get their first token under a new owner."""
+        self._spoiled.pop(seq_id, None)
+        if self.canary is not None:
+            self.canary.forget(seq_id)
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Logits of the rows that sample, in the order decode rows first; writes KV. For tests and benchmarks."""
         return self.model.forward(_batch(_ordered(rows)), self.cache, self.attention)
+
+    def _copy(self, plan: StepPlan) -> list[int]:
+        """Start the plan's copies; the ids of all that are over by now."""
+        if self.copies is None:
+            assert not plan.copies_out and not plan.copies_in, "this runner has no host pool"
+            return []
+        if plan.copies_out or plan.copies_in:
+            if self.canary is not None:
+                self.canary.start(plan.copies_out, plan.copies_in)
+            self.copies.start(plan.copies_out, plan.copies_in)
+        elif not plan.rows:
+            self.copies.wait()
+        copies_done = self.copies.poll()
+        if self.canary is not None and copies_done:
+            spoiled = self.canary.done(copies_done)
+            for seq_id, reason in spoiled.items():
+                logger.error("sequence %d: %s", seq_id, reason)
+            self._spoiled.update(spoiled)
+        return copies_done
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, int], dict[int, str]]:
         ordered = _ordered(rows)
@@ -82,6 +130,8 @@ class TorchRunner:
 
     def _fault(self, row: Row) -> str:
         """Why this row cannot run, or "". Checked before the batch is built, so that it harms nobody else."""
+        if row.seq_id in self._spoiled:
+            return self._spoiled[row.seq_id]
         end = row.start + len(row.token_ids)
         if not row.token_ids or (row.is_decode and len(row.token_ids) != 1):
             return f"a row of {len(row.token_ids)} tokens cannot run"

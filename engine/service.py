@@ -234,6 +234,8 @@ def _with_torch(config: EngineConfig) -> EngineParts:
         model=parts.model_info,
         num_device_blocks=parts.num_device_blocks,
         num_host_blocks=parts.num_host_blocks,
+        block_bytes=parts.block_bytes,
+        block_copy_us=parts.block_copy_us,
     )
 
 

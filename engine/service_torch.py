@@ -31,19 +31,26 @@ class TorchParts:
     model_info: ModelInfo
     num_device_blocks: int
     num_host_blocks: int
+    block_bytes: int
+    block_copy_us: float  # one block, one way; 0 without a host pool
 
 
 def build(config: EngineConfig) -> TorchParts:
-    """Load the model, allocate the KV pool, measure or read the step profile. Raises EngineStartError."""
+    """Load the model, allocate the KV pools, measure or read the step profile, time a block copy.
+
+    A host pool larger than the memory there is, is made smaller with a warning, for its default must not keep a small
+    machine from serving. Raises EngineStartError.
+    """
     # A thread that spins while it waits steals the core its neighbour needs: with busy cores each small
     # matrix product then takes a scheduler tick. It only has effect before torch's OpenMP starts.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from engine.kv_cache import KVAllocationError, KVCache, block_bytes
+    from engine.kv_canary import KVCanary
     from engine.model import Model
     from engine.native.library import choose
-    from engine.profiling import ProfileKey, device_name, load_or_measure
+    from engine.profiling import ProfileKey, device_name, load_or_measure, measure_block_copy_us
     from engine.runner import TorchRunner
 
     device = choose_device(config.device)
@@ -59,7 +66,14 @@ def build(config: EngineConfig) -> TorchParts:
                 f"--kv-memory of {config.kv_memory_bytes} bytes does not hold one KV block of {per_block} bytes; "
                 "raise it"
             )
-        cache = KVCache(stored.config, num_blocks, config.block_size, dtype, device)
+        cache = KVCache(
+            stored.config,
+            num_blocks,
+            config.block_size,
+            dtype,
+            device,
+            num_host_blocks=_num_host_blocks(config, device, num_blocks, per_block),
+        )
         kernels = choose(cache_root(config.cache_dir), device, stored.config.head_dim)
         model = Model.load(
             stored.path,
@@ -78,7 +92,13 @@ def build(config: EngineConfig) -> TorchParts:
             num_blocks * config.block_size,
             stored.config.context_len,
         )
-    runner = TorchRunner(model, cache, eos_token_ids=stored.config.eos_token_ids, num_tokens=stored.num_tokens)
+    runner = TorchRunner(
+        model,
+        cache,
+        eos_token_ids=stored.config.eos_token_ids,
+        num_tokens=stored.num_tokens,
+        canary=KVCanary(cache.pool) if config.kv_canary and cache.host_pool is not None else None,
+    )
     dtype_name = str(dtype).removeprefix("torch.")
     key = ProfileKey(
         model_sha256=stored.sha256,
@@ -94,8 +114,33 @@ def build(config: EngineConfig) -> TorchParts:
         profile=profile,
         model_info=model_info(stored, dtype=dtype_name, device=device.type, num_threads=num_threads),
         num_device_blocks=num_blocks,
-        num_host_blocks=0,  # no swapping yet
+        num_host_blocks=cache.num_host_blocks,
+        block_bytes=per_block,
+        block_copy_us=measure_block_copy_us(runner),
     )
+
+
+def _num_host_blocks(config: EngineConfig, device: "torch.device", num_device_blocks: int, per_block: int) -> int:
+    """Blocks of the host pool: as many as the setting holds, fewer when memory is short, none for modes without one."""
+    import torch
+
+    from engine.kv_cache import available_bytes, host_blocks_that_fit
+
+    if config.memory_preemption not in ("proactive", "reactive"):
+        return 0
+    num_wanted = config.host_kv_memory_bytes // per_block
+    available = available_bytes(torch.device("cpu"))
+    if available is not None and device.type == "cpu":
+        available -= num_device_blocks * per_block  # the same memory, not touched yet
+    num_blocks = host_blocks_that_fit(num_wanted, per_block, available)
+    if num_blocks < num_wanted:
+        logger.warning(
+            "--host-kv-memory of %d MiB is more than the machine can spare: the host KV pool gets %d MiB (%d blocks)",
+            config.host_kv_memory_bytes >> 20,
+            num_blocks * per_block >> 20,
+            num_blocks,
+        )
+    return num_blocks
 
 
 def choose_device(name: str) -> "torch.device":

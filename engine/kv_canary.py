@@ -1,0 +1,62 @@
+"""The KV canary: proves that a block comes back from the host with the bits it left with. Opt-in (`kv_canary`).
+
+A checksum is taken of each block when its copy out begins and compared with the device block when its copy back is
+complete. It is a sum of the block's 32-bit words times fixed odd numbers, modulo 2^64: a change of any one word always
+shows, since an odd factor is invertible; larger damage goes unseen with a chance of about 2^-32. Costs one pass over
+the copied blocks on the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.plan import BlockCopy
+
+_SEED = 0x7E4A21
+
+
+class KVCanary:
+    """Owns the checksums of the blocks on the host."""
+
+    def __init__(self, device_pool: torch.Tensor) -> None:
+        """`device_pool` [blocks, ...]: the pool that copies go out of and back into."""
+        self._words = device_pool.view(device_pool.shape[0], -1).view(torch.int32)
+        generator = torch.Generator().manual_seed(_SEED)
+        factors = torch.randint(-(2**62), 2**62, (self._words.shape[1],), generator=generator) * 2 + 1
+        self._factors = factors.to(device_pool.device)
+        self._of_host_block: dict[int, int] = {}
+        self._coming: dict[int, BlockCopy] = {}  # copies in that are not complete
+
+    def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """Before the copy engine's `start`: note what leaves and what is to come back."""
+        for copy in out:
+            self._of_host_block.update(
+                zip((host for _, host in copy.pairs), self._checksums([d for d, _ in copy.pairs]), strict=True)
+            )
+        self._coming.update((copy.copy_id, copy) for copy in into)
+
+    def done(self, copy_ids: Sequence[int]) -> dict[int, str]:
+        """After the copy engine's `poll`: the sequences whose KV came back changed, with what happened to it."""
+        spoiled: dict[int, str] = {}
+        for copy in (self._coming.pop(copy_id) for copy_id in copy_ids if copy_id in self._coming):
+            found = self._checksums([device for _, device in copy.pairs])
+            bad = [
+                host
+                for (host, _), checksum in zip(copy.pairs, found, strict=True)
+                if self._of_host_block[host] != checksum
+            ]
+            if bad:
+                spoiled[copy.seq_id] = (
+                    f"KV canary: {len(bad)} of {len(found)} blocks changed between swap-out and swap-in "
+                    f"(host block {bad[0]})"
+                )
+        return spoiled
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended: whatever is still coming back for it interests nobody."""
+        self._coming = {copy_id: copy for copy_id, copy in self._coming.items() if copy.seq_id != seq_id}
+
+    def _checksums(self, blocks: Sequence[int]) -> list[int]:
+        at = torch.tensor(blocks, dtype=torch.long, device=self._words.device)
+        words = self._words.index_select(0, at).to(torch.int64)
+        return [int(value) for value in (words * self._factors).sum(1).tolist()]

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
+from engine.messages import ServiceSamples
 from gateway.engine_client import RequestStream
 from gateway.errors import GatewayError
-from tenants.rows import LedgerRow, OpenEntry, Outcome
+from tenants.rows import InterferenceRow, LedgerRow, OpenEntry, Outcome, SampleRow, ServiceSampleRow, StepSampleRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,35 @@ def ledger_row(
         num_swaps=finished.num_swaps,
         num_recomputes=finished.num_recomputes,
         num_promotions=finished.num_promotions,
+        work_us=finished.work_us,
+        overhead_us=finished.overhead_us,
+        longest_pause_us=finished.longest_pause_us,
+        pause_bound_us=finished.pause_bound_us,
         outcome=ending.outcome,
         finish_reason=ending.finish_reason,
         error_code=ending.error_code,
     )
+
+
+def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
+    """One interval of the engine's samples, which ended at `at_us`, as the rows it is booked in."""
+    rows: list[SampleRow] = []
+    for team in samples.teams:
+        values = msgspec.structs.asdict(team)
+        del values["waiting_levels"]  # for metrics only
+        rows.append(
+            ServiceSampleRow(at_us=at_us, interval_ms=samples.interval_ms, lag_bound_us=samples.lag_bound_us, **values)
+        )
+    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
+    rows.append(
+        StepSampleRow(
+            at_us=at_us,
+            interval_ms=samples.interval_ms,
+            stall_us=samples.stall_us,
+            replayed_tokens=samples.replayed_tokens,
+        )
+    )
+    return rows
 
 
 def log_fields(row: LedgerRow) -> dict[str, object]:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine.messages import ServiceSamples
-from gateway import lock, logs
+from gateway import booking, lock, logs
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
@@ -32,7 +32,6 @@ from gateway.store import open_store
 from gateway.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
 from tenants.errors import TenantError
-from tenants.rows import ServiceSampleRow
 from tenants.snapshot import Snapshot
 
 _log = logging.getLogger("terazi.serve")
@@ -256,27 +255,7 @@ class _Server:
 
     def _book_samples(self, samples: ServiceSamples) -> None:
         self._metrics.add(samples)
-        at_us = wall_clock_us()
-        self._store.ledger.add_samples(
-            [
-                ServiceSampleRow(
-                    at_us=at_us,
-                    team_id=team.team_id,
-                    interval_ms=samples.interval_ms,
-                    served_us=team.served_us,
-                    entitled_us=team.entitled_us,
-                    backlogged_ms=team.backlogged_ms,
-                    waiting=team.waiting,
-                    running=team.running,
-                    lag_min_us=team.lag_min_us,
-                    lag_max_us=team.lag_max_us,
-                    promotions=team.promotions,
-                    bytes_swapped_out=team.bytes_swapped_out,
-                    bytes_swapped_in=team.bytes_swapped_in,
-                )
-                for team in samples.teams
-            ]
-        )
+        self._store.ledger.add_samples(booking.sample_rows(samples, wall_clock_us()))
 
     def _status(self) -> dict[str, Any]:
         """What `GET /admin/v1/status` shows."""

@@ -27,6 +27,7 @@ from tenants.clock import wall_clock_us
 from tenants.database import STORE_ERRORS, Database, insert_or_ignore
 from tenants.errors import StoreUnavailable
 from tenants.journal import Journal, Replay, sync_and_close
+from tenants.rows import InterferenceRow, SampleRow, StepSampleRow
 from tenants.rows import LedgerRow as LedgerRow
 from tenants.rows import OpenEntry as OpenEntry
 from tenants.rows import Progress as Progress
@@ -34,7 +35,11 @@ from tenants.rows import ServiceSampleRow as ServiceSampleRow
 
 _log = logging.getLogger("terazi.ledger")
 _ROW_FIELDS = tuple(field.name for field in fields(LedgerRow))
-_SAMPLE_FIELDS = tuple(field.name for field in fields(ServiceSampleRow))
+_SAMPLE_TABLES: dict[type[SampleRow], Table] = {
+    ServiceSampleRow: tables.service_samples,
+    InterferenceRow: tables.interference_samples,
+    StepSampleRow: tables.step_samples,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class Ledger:
         self._now_us = now_us
         self._sleep = sleep
         self._rows: deque[LedgerRow] = deque()
-        self._samples: deque[ServiceSampleRow] = deque()
+        self._samples: deque[SampleRow] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -159,8 +164,8 @@ class Ledger:
         self._idle.clear()
         self._wake.set()
 
-    def add_samples(self, samples: Sequence[ServiceSampleRow]) -> None:
-        """Service samples of one interval."""
+    def add_samples(self, samples: Sequence[SampleRow]) -> None:
+        """Samples of one interval, all kinds together."""
         self._samples.extend(samples)
         while len(self._samples) > self._settings.samples_max:
             self._samples.popleft()
@@ -244,7 +249,7 @@ class Ledger:
             self._rows.popleft()
         self._journal.committed(row.request_id for row in rows)
 
-    async def _write(self, rows: Sequence[LedgerRow], samples: Sequence[ServiceSampleRow]) -> None:
+    async def _write(self, rows: Sequence[LedgerRow], samples: Sequence[SampleRow]) -> None:
         try:
             async with self._database.begin_immediate() as connection:
                 await _insert_rows(connection, rows)
@@ -253,7 +258,7 @@ class Ledger:
             # One row that can never be taken must not hold up the others for ever.
             await self._write_singly(rows, samples)
 
-    async def _write_singly(self, rows: Sequence[LedgerRow], samples: Sequence[ServiceSampleRow]) -> None:
+    async def _write_singly(self, rows: Sequence[LedgerRow], samples: Sequence[SampleRow]) -> None:
         for row in rows:
             try:
                 async with self._database.begin_immediate() as connection:
@@ -314,8 +319,11 @@ async def _insert_rows(connection: AsyncConnection, rows: Sequence[LedgerRow]) -
     await _insert(connection, tables.ledger, _ROW_FIELDS, rows, "request_id")
 
 
-async def _insert_samples(connection: AsyncConnection, samples: Sequence[ServiceSampleRow]) -> None:
-    await _insert(connection, tables.service_samples, _SAMPLE_FIELDS, samples, "at_us", "team_id")
+async def _insert_samples(connection: AsyncConnection, samples: Sequence[SampleRow]) -> None:
+    for kind, table in _SAMPLE_TABLES.items():
+        rows = [sample for sample in samples if isinstance(sample, kind)]
+        names = tuple(field.name for field in fields(kind))
+        await _insert(connection, table, names, rows, *(column.name for column in table.primary_key))
 
 
 async def _insert(

@@ -1,4 +1,7 @@
-"""What the ledger books, as frozen values. Columns of LedgerRow are final; instants are UTC epoch microseconds."""
+"""What the ledger books, as frozen values. Columns of LedgerRow are final; instants are UTC epoch microseconds.
+
+A field added later has a default: a journal line written before the upgrade lacks it.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -77,6 +80,10 @@ class LedgerRow:
     finish_reason: str | None = None
     error_code: str | None = None
     attempts: int = 1  # inside the gateway; the team is charged once
+    work_us: int = 0  # what it would have taken alone on the device
+    overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
+    longest_pause_us: int = 0  # longest time it went without a step
+    pause_bound_us: int = 0  # largest maximum pause that held for it; 0 if it never starved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +103,40 @@ class ServiceSampleRow:
     promotions: int = 0
     bytes_swapped_out: int = 0
     bytes_swapped_in: int = 0
+    exhausted: int = 0  # starving sequences that found the budget too small
+    budget_us: int = 0  # at the end; may be negative
+    starving: int = 0  # at the end
+    promoted_us: int = 0
+    overhead_us: int = 0  # of copies and replays it caused; a part of served_us
+    pause_bound_us: int = 0  # for its present queue
+    longest_pause_us: int = 0  # of those that ended in the interval
+    lag_bound_us: float = 0.0  # of all teams; 0 is no bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterferenceRow:
+    """What `causer` cost `victim` over one interval; a team may be its own victim."""
+
+    at_us: int
+    causer_id: int
+    victim_id: int
+    preemptions: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    recomputes: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    billed_us: int = 0  # charged to the causer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSampleRow:
+    """The device as a whole over one interval."""
+
+    at_us: int
+    interval_ms: int
+    stall_us: int = 0  # stood still for copies
+    replayed_tokens: int = 0
+
+
+SampleRow = ServiceSampleRow | InterferenceRow | StepSampleRow

@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
 )
 
 from policies.tiers import Tier
@@ -38,6 +39,12 @@ metadata = MetaData(
 
 Id = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by itself only for INTEGER
 NAME_LEN = 63
+
+
+def _added(name: str, kind: Any = BigInteger) -> Column[Any]:
+    """A column that came after the table had rows: the default keeps the upgrade from writing any of them."""
+    return Column(name, kind, nullable=False, server_default=text("0"))
+
 
 tiers = Table(
     "tiers",
@@ -142,6 +149,10 @@ ledger = Table(  # append-only: one row for each request that was admitted, and 
     Column("finish_reason", String(16)),
     Column("error_code", String(64)),
     Column("attempts", Integer, nullable=False),
+    _added("work_us"),  # what it would have taken alone on the device
+    _added("overhead_us"),  # the part of device_us for copies and replays that its team caused
+    _added("longest_pause_us"),
+    _added("pause_bound_us"),  # largest bound that held for it; 0 if it never starved
     CheckConstraint("outcome IN ('ok','client_closed','timeout','error','lost','shutdown')", name="outcome"),
     CheckConstraint("0 <= cached_tokens AND cached_tokens <= prompt_tokens", name="cached"),
     CheckConstraint("output_tokens >= 0 AND device_us >= 0", name="amounts"),
@@ -166,6 +177,103 @@ service_samples = Table(  # one row per active team and second: what it got and 
     Column("promotions", Integer, nullable=False),
     Column("bytes_swapped_out", BigInteger, nullable=False),
     Column("bytes_swapped_in", BigInteger, nullable=False),
+    _added("exhausted"),
+    _added("budget_us"),  # at the end of the interval; may be negative
+    _added("starving", Integer),
+    _added("promoted_us"),
+    _added("overhead_us"),
+    _added("pause_bound_us"),
+    _added("longest_pause_us"),
+    _added("lag_bound_us", Float),
+)
+
+interference_samples = Table(  # who cost whom what, second by second: the causer paid
+    "interference_samples",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),
+    Column("causer_id", Id, primary_key=True, autoincrement=False),
+    Column("victim_id", Id, primary_key=True, autoincrement=False),
+    Column("preemptions", BigInteger, nullable=False),
+    Column("swaps_out", BigInteger, nullable=False),
+    Column("swaps_in", BigInteger, nullable=False),
+    Column("recomputes", BigInteger, nullable=False),
+    Column("bytes_out", BigInteger, nullable=False),
+    Column("bytes_in", BigInteger, nullable=False),
+    Column("billed_us", BigInteger, nullable=False),
+)
+
+step_samples = Table(  # what the device as a whole did in a second
+    "step_samples",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),
+    Column("interval_ms", BigInteger, nullable=False),
+    Column("stall_us", BigInteger, nullable=False),
+    Column("replayed_tokens", BigInteger, nullable=False),
+)
+
+# The same by whole hours of UTC, `at_us` being the hour's start: what `tenants.retention` keeps when the seconds go.
+
+service_hours = Table(
+    "service_hours",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),
+    Column("team_id", Id, primary_key=True, autoincrement=False),
+    Column("interval_ms", BigInteger, nullable=False),
+    Column("served_us", BigInteger, nullable=False),
+    Column("entitled_us", BigInteger, nullable=False),
+    Column("backlogged_ms", BigInteger, nullable=False),
+    # Of the seconds in which the team was backlogged: its own, and those of all teams together.
+    Column("served_backlogged_us", BigInteger, nullable=False),
+    Column("entitled_backlogged_us", BigInteger, nullable=False),
+    Column("served_all_us", BigInteger, nullable=False),
+    Column("entitled_all_us", BigInteger, nullable=False),
+    Column("promotions", BigInteger, nullable=False),
+    Column("exhausted", BigInteger, nullable=False),
+    Column("promoted_us", BigInteger, nullable=False),
+    Column("overhead_us", BigInteger, nullable=False),
+    Column("bytes_swapped_out", BigInteger, nullable=False),
+    Column("bytes_swapped_in", BigInteger, nullable=False),
+    Column("lag_min_us", Float, nullable=False),  # the least; from here on, the greatest of the hour
+    Column("lag_max_us", Float, nullable=False),
+    Column("lag_bound_us", Float, nullable=False),
+    Column("starving", Integer, nullable=False),
+    Column("pause_bound_us", BigInteger, nullable=False),
+    Column("longest_pause_us", BigInteger, nullable=False),
+    Column("last_at_us", BigInteger, nullable=False),  # its last sample, and the budget then
+    Column("budget_us", BigInteger, nullable=False),
+)
+
+interference_hours = Table(
+    "interference_hours",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),
+    Column("causer_id", Id, primary_key=True, autoincrement=False),
+    Column("victim_id", Id, primary_key=True, autoincrement=False),
+    Column("preemptions", BigInteger, nullable=False),
+    Column("swaps_out", BigInteger, nullable=False),
+    Column("swaps_in", BigInteger, nullable=False),
+    Column("recomputes", BigInteger, nullable=False),
+    Column("bytes_out", BigInteger, nullable=False),
+    Column("bytes_in", BigInteger, nullable=False),
+    Column("billed_us", BigInteger, nullable=False),
+)
+
+step_hours = Table(
+    "step_hours",
+    metadata,
+    Column("at_us", BigInteger, primary_key=True),
+    Column("interval_ms", BigInteger, nullable=False),
+    Column("stall_us", BigInteger, nullable=False),
+    Column("replayed_tokens", BigInteger, nullable=False),
+)
+
+sample_marks = Table(  # one row: how far the samples have been summed, and how far back the seconds reach
+    "sample_marks",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("hours_to_us", BigInteger, nullable=False),  # every hour before it is in the hour tables
+    Column("seconds_from_us", BigInteger, nullable=False),  # seconds before it are gone, or going
+    CheckConstraint("id = 1", name="single_row"),
 )
 
 settings = Table(  # what the database decides for the server: policy, window and budgets come here; values are JSON

@@ -106,6 +106,7 @@ def make_runner(
     pack: bool = True,
     block_size: int = BLOCK_SIZE,
     native: bool | None = None,
+    num_host_blocks: int = 0,
 ) -> RecordingRunner:
     """A runner over a model directory on the CPU. `native`: with compiled kernels or not; None: where they compile."""
     if native is None:
@@ -122,7 +123,7 @@ def make_runner(
         pack=pack,
         kernels=native_kernels() if native else None,
     )
-    cache = KVCache(config, num_blocks, block_size, dtype, device)
+    cache = KVCache(config, num_blocks, block_size, dtype, device, num_host_blocks=num_host_blocks)
     return RecordingRunner(model, cache, eos_token_ids=config.eos_token_ids, num_tokens=config.vocab_size)
 
 

@@ -221,12 +221,13 @@ async def gateway(
     connect: bool = True,
     wrap: Callable[[ASGIApp], ASGIApp] | None = None,
     http: Any = HttpProtocol,
+    make_engine: Callable[[Path, Hello], FakeEngine] = FakeEngine,
     **client: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway with one team, `team-a`. In-process, or a real uvicorn on a real port with `tcp`."""
     directory = Path(tempfile.mkdtemp(prefix="tz-"))  # short: a Unix socket's path may have 107 bytes
     clock, holder, ledger = FakeClock(), Holder(), RecordingLedger()
-    engine = FakeEngine(directory / "engine.sock", greeting or hello())
+    engine = make_engine(directory / "engine.sock", greeting or hello())
     await engine.start()
     client_of_engine = EngineClient(directory / "engine.sock", clock=clock.monotonic)
     key = holder.add("team-a", tier=tier, limits=limits)

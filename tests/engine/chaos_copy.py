@@ -63,6 +63,8 @@ class ChaosCopy:
             copy_blocks(pending.source, pending.destination, pending.copy.pairs)
             if pending.frees_source:
                 pending.source[[block for block, _ in pending.copy.pairs]] = math.nan
+        if self._device.is_cuda:
+            torch.cuda.synchronize()
         if not self._is_fenced:
             told, self._told_early = self._told_early, []
             return told

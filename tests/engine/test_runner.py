@@ -115,7 +115,7 @@ def test_only_the_owners_blocks_are_written(runner: RecordingRunner) -> None:
 
 
 @pytest.fixture
-def swapper(runner: RecordingRunner, tmp_path: Path) -> RecordingRunner:
+def swapper(tmp_path: Path) -> RecordingRunner:
     """A runner with a host pool of its own."""
     write_tiny_model(tmp_path)
     return make_runner(tmp_path, torch.float32, num_host_blocks=8, native=False)

@@ -7,10 +7,11 @@ import torch
 
 from engine.attention import Span
 from engine.kv_cache import KVCache
+from engine.kv_canary import KVCanary
 from engine.messages import SamplingParams
 from engine.model import Batch, Model
 from engine.model_config import read_model_config
-from engine.plan import Row, StepPlan
+from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner import TorchRunner
 from engine.tiny import write_tiny_model
 
@@ -23,7 +24,7 @@ pytestmark = [
 def load(path: Path, device: torch.device) -> tuple[Model, KVCache]:
     config = read_model_config(path)
     model = Model.load(path, config, dtype=torch.float32, device=device, max_batch_size=8, max_batch_tokens=256)
-    return model, KVCache(config, 32, 16, torch.float32, device)
+    return model, KVCache(config, 32, 16, torch.float32, device, num_host_blocks=16)
 
 
 def test_logits_are_close_to_the_cpus(tmp_path: Path) -> None:
@@ -54,3 +55,34 @@ def test_a_pause_changes_no_token(tmp_path: Path) -> None:
         return output
 
     assert generate(other=True) == generate(other=False)
+
+
+@pytest.mark.case("I12")
+def test_a_swap_changes_no_token(tmp_path: Path) -> None:
+    """Out after every token, back to other blocks, while another sequence writes over the old ones."""
+    write_tiny_model(tmp_path)
+    model, cache = load(tmp_path, torch.device("cuda"))
+    assert cache.host_pool is not None and cache.host_pool.is_pinned()
+    runner = TorchRunner(model, cache, eos_token_ids=(2,), num_tokens=512, canary=KVCanary(cache.pool))
+    sampling = SamplingParams(temperature=0.8, seed=3)
+
+    def generate(swaps: bool) -> list[int]:
+        prompt, output, blocks = list(range(10, 60)), [], [0, 1, 2, 3, 4]
+        for i in range(10):
+            tokens = prompt if i == 0 else [output[-1]]
+            row = Row(1, i > 0, 0 if i == 0 else len(prompt) + i - 1, tokens, blocks, True, sampling, i)
+            result = runner.execute(StepPlan(i, (row,)))
+            assert not result.failed
+            output.append(result.token_ids[1])
+            if swaps:
+                out = BlockCopy(2 * i, 1, tuple((block, 3 * at) for at, block in enumerate(blocks)))
+                assert runner.execute(StepPlan(i, (), (out,))).copies_done == [2 * i]
+                stranger = Row(2, False, 0, prompt[::-1], blocks, True, sampling, 0)
+                runner.execute(StepPlan(i, (stranger,)))
+                blocks = [(block + 5) % 32 for block in blocks]
+                into = BlockCopy(2 * i + 1, 1, tuple((3 * at, block) for at, block in enumerate(blocks)))
+                result = runner.execute(StepPlan(i, (), (), (into,)))
+                assert result.copies_done == [2 * i + 1] and result.copy_us > 0
+        return output
+
+    assert generate(swaps=True) == generate(swaps=False)

@@ -114,6 +114,7 @@ class Claim:
             self.release()
             raise Unavailable(error.message, code="store_unavailable", retry_after_seconds=5) from None
         self.is_open = True
+        self._state.meters.opened(entry)
 
     @property
     def is_outstanding(self) -> bool:
@@ -134,7 +135,7 @@ class Claim:
         assert self.is_open, "a row without an open entry, or a second one"
         self.is_open = False
         self._state.ledger.close(row)
-        self._state.ended[row.outcome] += 1
+        self._state.meters.ended(row)
 
 
 def queue_timeout(seconds: int) -> Overloaded:

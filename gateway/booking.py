@@ -138,4 +138,10 @@ def log_fields(row: LedgerRow) -> dict[str, object]:
         "device_us": row.device_us,
         "queue_ms": None if started is None else (started - row.admitted_at_us) // 1000,
         "total_ms": (row.finished_at_us - row.received_at_us) // 1000,
+        "levels": row.level_path,
+        "preemptions": row.num_preemptions,
+        "swaps": row.num_swaps,
+        "recomputes": row.num_recomputes,
+        "promotions": row.num_promotions,
+        "longest_pause_ms": row.longest_pause_us // 1000,
     }

@@ -113,8 +113,10 @@ class _Call:
     async def _serve(self) -> tuple[bytes, str]:
         """Everything but the last bytes, which are returned with the finish reason."""
         state = self._state
+        began = state.clock.monotonic()
         self._identity = identify(state, self._raw_headers)
         self._claim = Claim(state, self._identity)
+        self._note_overhead("identify", began)
         is_json = check_media_type(self._headers)
         body = await read_body(
             self._receive,
@@ -123,6 +125,7 @@ class _Call:
             timeout_seconds=state.settings.body_timeout,
         )
         self._has_body = True
+        began = state.clock.monotonic()
         self._departure.start()
         hello, tokenizer = self._model()
         if len(body) > state.settings.thread_above_bytes:
@@ -134,6 +137,7 @@ class _Call:
         self._entry = self._open_entry(prepared, hello)
         self._claim.admit(self._entry)
         self._stream = state.engine.submit(self._submit_message(prepared))
+        self._note_overhead("prepare", began)
         self._departure.on_leave(self._stream.wake)
         if self._is_stream:
             self._arm(state.settings.early_headers_after)
@@ -210,8 +214,10 @@ class _Call:
         while True:
             token_ids = await stream.get()
             self._departure.check()
+            began = self._state.clock.monotonic()
             self._count(len(token_ids))
             piece = text.feed(token_ids)
+            self._note_overhead("relay", began)
             if text.is_stopped or stream.finished is not None:
                 pieces.append(piece)
                 break
@@ -244,6 +250,9 @@ class _Call:
                 while stream.finished is None:
                     await stream.get()
                     self._departure.check()
+
+    def _note_overhead(self, stage: str, began: float) -> None:
+        self._state.meters.stages[stage].observe(self._state.clock.monotonic() - began)
 
     def _count(self, num_tokens: int) -> None:
         if num_tokens and self._first_token_at_us is None:

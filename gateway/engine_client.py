@@ -43,6 +43,7 @@ class RequestStream:
         self.request_id = request_id
         self.finished: Finished | None = None
         self.num_tokens = 0  # received, read or not
+        self.last_token_at: float | None = None  # on the client's clock
         self.device_us = 0  # charged so far
         self.level = 0
         self._unread: list[int] = []
@@ -136,7 +137,9 @@ class EngineClient:
     ) -> None:
         self.socket_path = str(socket_path)
         self.on_samples = on_samples
+        self.on_token_gap: Callable[[float], None] | None = None  # seconds between two arrivals of one stream's tokens
         self.latest_step: StepDone | None = None
+        self.peak_blocks = {"device": 0, "host": 0}  # most KV blocks in use after a step, since the start
         self._hello: Hello | None = None
         self._is_ready = False
         self._streams: dict[str, RequestStream] = {}
@@ -238,6 +241,7 @@ class EngineClient:
         stream = RequestStream(message.request_id)
         if not self._streams:
             self._heard_at = self._clock()
+            self.latest_step = None  # it tells of an earlier time, in which something ran
         self._streams[message.request_id] = stream
         self._write(encode(message))
         return stream
@@ -291,15 +295,21 @@ class EngineClient:
         if not isinstance(message, Hello):
             raise EngineDied("the first message was no greeting")
         if message.protocol_version != PROTOCOL_VERSION:
-            raise EngineDied(f"it speaks protocol {message.protocol_version}, this gateway {PROTOCOL_VERSION}")
+            older = "engine" if message.protocol_version < PROTOCOL_VERSION else "gateway"
+            raise EngineDied(
+                f"the engine speaks protocol {message.protocol_version} and this gateway {PROTOCOL_VERSION}; "
+                f"the {older} is the older one: run both from the same version of Terazi"
+            )
         greeted.set_result(message)
 
     def _dispatch(self, message: FromEngine) -> None:
         if isinstance(message, StepDone):
-            self.latest_step = message
+            self._note_step(message)
             for event in message.tokens:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
+                    if event.token_ids:
+                        self._note_gap(stream)
                     stream.push(event.token_ids, event.device_us, event.level)
             for finished in message.finished:
                 stream = self._streams.pop(finished.request_id, None)
@@ -312,6 +322,20 @@ class EngineClient:
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
                 stream.fail(refusal_error(message), is_over=True)
+
+    def _note_step(self, step: StepDone) -> None:
+        self.latest_step = step
+        if self._hello is not None:
+            used = {
+                "device": self._hello.num_device_blocks - step.num_free_blocks,
+                "host": self._hello.num_host_blocks - step.num_free_host_blocks,
+            }
+            self.peak_blocks = {pool: max(most, used[pool]) for pool, most in self.peak_blocks.items()}
+
+    def _note_gap(self, stream: RequestStream) -> None:
+        if stream.last_token_at is not None and self.on_token_gap is not None:
+            self.on_token_gap(self._heard_at - stream.last_token_at)
+        stream.last_token_at = self._heard_at
 
 
 def refusal_error(refused: Refused) -> GatewayError:

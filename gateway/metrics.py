@@ -1,34 +1,54 @@
 """What `/metrics` shows: read from the parts at each scrape, so there is nothing to keep in step.
 
-Labels are closed sets (outcomes, error codes) and at most `TEAMS_MAX` teams; never a key, a user or a request.
+Each family's help text says exactly what it counts and in which unit; `docs/metrics.md` lists them, with what is left
+out and why. Labels are closed sets (outcomes, codes, levels, tiers), models that were served and at most `TEAMS_MAX`
+teams; never a key, a user or a request. A scrape looks at each team once, whatever the number of requests.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.messages import ServiceSamples
+from engine.messages import Hello, ServiceSamples, StepDone
 from gateway.admin import render_metrics
+from gateway.meters import OTHER_ID
+from gateway.service_meters import ServiceMeters
 from gateway.state import GatewayState
+from gateway.team_metrics import team_counters, team_gauges
+from gateway.vllm_metrics import vllm_metrics
+from policies.eg_mlfq import EgMlfq
 from tenants.leases import Leases
-from tenants.ledger import Ledger
-from tenants.snapshot import Snapshot
 
-TEAMS_MAX = 500
-OTHER = "other"
+
+class BookedLedger(Protocol):
+    """What is shown of `tenants.ledger.Ledger`."""
+
+    num_failures: int
+
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def backlog(self) -> int: ...
+
+    def lag_us(self, now_us: int) -> int: ...
 
 
 class GatewayMetrics(Collector):
-    """Sums service samples by team and reads the rest when asked."""
+    """Adds up the engine's samples and reads the rest when asked. `clock` is monotonic seconds."""
 
-    def __init__(self, state: GatewayState, leases: Leases, ledger: Ledger) -> None:
+    def __init__(
+        self, state: GatewayState, leases: Leases, ledger: BookedLedger, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._state = state
         self._leases = leases
         self._ledger = ledger
-        self._team_us: dict[int, dict[str, float]] = {}
+        self._service = ServiceMeters(state.meters, clock)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -38,63 +58,141 @@ class GatewayMetrics(Collector):
 
     def add(self, samples: ServiceSamples) -> None:
         """One interval of the engine's samples."""
-        for team in samples.teams:
-            sums = self._team_us.setdefault(
-                team.team_id, dict.fromkeys(("served", "entitled", "promotions", "lag"), 0.0)
-            )
-            sums["served"] += team.served_us
-            sums["entitled"] += team.entitled_us
-            sums["promotions"] += team.promotions
-            sums["lag"] = team.lag_max_us
+        self._service.add(samples)
 
     def collect(self) -> Iterable[Metric]:
         """One scrape."""
-        state = self._state
-        ended = CounterMetricFamily("terazi_requests", "Requests that ended, by outcome.", labels=["outcome"])
-        for outcome, count in sorted(state.ended.items()):
-            ended.add_metric([outcome], count)
-        refused = CounterMetricFamily("terazi_refusals", "Refused calls, by error code.", labels=["code"])
-        for code, count in sorted(state.refused.items()):
-            refused.add_metric([code], count)
-        yield ended
-        yield refused
-        hello = state.engine.hello
+        self._service.expire()
+        hello = self._state.engine.hello
         # The latest step says what it ran; when nothing is open, nothing runs and every block is free.
-        step = state.engine.latest_step if state.engine.num_streams else None
-        free_blocks = step.num_free_blocks if step else hello.num_device_blocks if hello else 0
-        yield _gauge("terazi_ready", "1 when requests can be served.", not not_ready_reasons(state))
-        yield _gauge("terazi_inflight", "Requests in the engine.", state.engine.num_streams)
-        yield _gauge("terazi_running", "Sequences in the latest step.", step.num_running if step else 0)
-        yield _gauge("terazi_queued", "Sequences waiting after the latest step.", step.num_waiting if step else 0)
-        yield _gauge("terazi_free_blocks", "Free KV blocks on the device.", free_blocks)
-        yield _gauge("terazi_reservations_outstanding", "Reservations not settled yet.", self._leases.outstanding())
-        yield _gauge("terazi_journal_open", "Requests opened in the journal and not closed.", self._ledger.num_open)
-        yield _gauge("terazi_ledger_backlog", "Ended requests whose rows are not in SQL yet.", self._ledger.backlog)
-        yield CounterMetricFamily(
-            "terazi_store_errors", "SQL transactions that failed.", value=self._ledger.num_failures
-        )
-        yield from self._teams(state.snapshot_holder.current)
+        step = self._state.engine.latest_step if self._state.engine.num_streams else None
+        yield from self._requests()
+        yield from team_counters(self._state.meters, self._service)
+        yield from team_gauges(self._state.meters, self._service)
+        yield from self._scheduler(hello, step)
+        yield from self._memory(hello, step)
+        yield from self._limits()
+        yield from self._store()
+        if hello is not None:
+            yield from vllm_metrics(self._state.meters, self._service, hello, step)
 
-    def _teams(self, snapshot: Snapshot) -> Iterable[Metric]:
-        names = {team.team_id: team.name for team in snapshot.teams[:TEAMS_MAX]}
-        sums: dict[str, dict[str, float]] = {}
-        for team_id, values in self._team_us.items():
-            into = sums.setdefault(names.get(team_id, OTHER), dict.fromkeys(values, 0.0))
-            for name, value in values.items():
-                into[name] += value
-        for metric, key, scale, text in (
-            ("terazi_device_seconds", "served", 1e6, "Device seconds charged."),
-            ("terazi_entitled_device_seconds", "entitled", 1e6, "Device seconds the team was entitled to."),
-            ("terazi_promotions", "promotions", 1.0, "Starvation promotions."),
+    def _requests(self) -> Iterable[Metric]:
+        meters = self._state.meters
+        refused = CounterMetricFamily("terazi_refusals", "Refused calls, by error code.", labels=["code"])
+        for code, count in sorted(self._state.refused.items()):
+            refused.add_metric([code], count)
+        yield refused
+        inflight = GaugeMetricFamily("terazi_inflight", "Requests admitted and not booked yet.", labels=["tier"])
+        for tier in sorted({team.tier.name for team in meters.live().values()} | meters.inflight.keys()):
+            inflight.add_metric([tier], meters.inflight[tier])
+        yield inflight
+        text = "Seconds from admission to the first step, or to the end of a request that never ran."
+        yield meters.queue.family("terazi_queue_seconds", text, ["tier"])
+        text = "Seconds from receiving a request to its first token."
+        yield meters.ttft.family("terazi_ttft_seconds", text, ["tier", "model"])
+        text = "Seconds between two arrivals of tokens of one request; a pause of it counts as one long gap."
+        gaps = HistogramMetricFamily("terazi_itl_seconds", text, labels=[])
+        meters.gaps.show(gaps, [])
+        yield gaps
+        text = (
+            "Seconds of the gateway's own work: identify (key and limits), prepare (body read to submitted), "
+            "relay (tokens of one step to text)."
+        )
+        overhead = HistogramMetricFamily("terazi_gateway_overhead_seconds", text, labels=["stage"])
+        for stage, histogram in meters.stages.items():
+            histogram.show(overhead, [stage])
+        yield overhead
+
+    def _scheduler(self, hello: Hello | None, step: StepDone | None) -> Iterable[Metric]:
+        state, service = self._state, self._service
+        yield _gauge("terazi_ready", "1 when requests can be served.", not not_ready_reasons(state))
+        is_fair = state.engine.is_ready and hello is not None and hello.policy == EgMlfq.name
+        yield _gauge("terazi_policy_effective", "1 while the connected engine orders requests by fair shares.", is_fair)
+        yield _gauge("terazi_running", "Sequences in the latest step.", step.num_running if step else 0)
+        yield _gauge("terazi_swapped", "Sequences whose KV is on the host or moving.", step.num_swapped if step else 0)
+        yield _gauge("terazi_dropped", "Sequences whose KV is to be recomputed.", step.num_dropped if step else 0)
+        yield self._queued(step)
+        text = "The fuller of slots and device KV blocks after the latest step, 0 to 1; 0 without work or engine."
+        yield _gauge("terazi_saturation", text, saturation(hello, step))
+        for name, text, value in (
+            ("terazi_preemptions", "Times a sequence lost its slot before its end.", service.preemptions),
+            ("terazi_recomputes", "Times a sequence's KV was dropped, to be computed again.", service.recomputes),
+            ("terazi_stall_seconds", "Device seconds that steps stood still for copies.", service.stall_us / 1e6),
         ):
-            family = CounterMetricFamily(metric, text, labels=["team"])
-            for team, values in sorted(sums.items()):
-                family.add_metric([team], values[key] / scale)
+            yield CounterMetricFamily(name, text, value=value)
+        for name, text, counts in (
+            ("terazi_swaps", "Sequences swapped: out to the host, in to the device.", service.swaps),
+            ("terazi_swapped_bytes", "Bytes of KV copied: out to the host, in to the device.", service.swapped_bytes),
+        ):
+            family = CounterMetricFamily(name, text, labels=["direction"])
+            for direction, count in sorted(counts.items()):
+                family.add_metric([direction], count)
             yield family
-        lag = GaugeMetricFamily("terazi_service_lag_seconds", "Largest lag of the latest interval.", labels=["team"])
-        for team, values in sorted(sums.items()):
-            lag.add_metric([team], values["lag"] / 1e6)
-        yield lag
+
+    def _queued(self, step: StepDone | None) -> Metric:
+        text = "Sequences that wait (not in a step), by tier and level, after the latest interval."
+        family = GaugeMetricFamily("terazi_queued", text, labels=["tier", "level"])
+        live = self._state.meters.live()
+        queued = {(team.tier.name, 0): 0 for team in live.values()}
+        for sample in self._service.last if step else ():
+            entry = live.get(sample.team_id)
+            tier = "other" if entry is None else entry.tier.name
+            for level, count in enumerate(sample.waiting_levels or (sample.waiting,)):
+                queued[tier, level] = queued.get((tier, level), 0) + count
+        for (tier, level), count in sorted(queued.items()):
+            family.add_metric([tier, str(level)], count)
+        return family
+
+    def _memory(self, hello: Hello | None, step: StepDone | None) -> Iterable[Metric]:
+        totals = {"device": hello.num_device_blocks, "host": hello.num_host_blocks} if hello else {}
+        free = dict(totals)
+        if step is not None and hello is not None:
+            free = {"device": step.num_free_blocks, "host": step.num_free_host_blocks}
+        peaks = self._state.engine.peak_blocks
+        for name, text, values in (
+            ("terazi_kv_blocks", "KV blocks of the pool.", totals),
+            ("terazi_kv_blocks_free", "KV blocks that nothing uses, after the latest step.", free),
+            ("terazi_kv_blocks_used_peak", "Most KV blocks in use since this process started.", peaks),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["pool"])
+            for pool, value in values.items():
+                family.add_metric([pool], value)
+            yield family
+
+    def _limits(self) -> Iterable[Metric]:
+        meters = self._state.meters
+        text = "What the team may still use of a limit that it has: requests and tokens of the minute, concurrent."
+        family = GaugeMetricFamily("terazi_limit_remaining", text, labels=["team", "kind"])
+        for team in meters.live().values():
+            if meters.place(team.team_id) == OTHER_ID:
+                continue
+            view = self._leases.view(team)
+            for kind in ("requests", "tokens", "concurrent"):
+                remaining = getattr(view, kind).remaining
+                if remaining is not None:
+                    family.add_metric([team.name, kind], remaining)
+        yield family
+        yield _gauge("terazi_reservations_outstanding", "Reservations not settled yet.", self._leases.outstanding())
+        text = (
+            "Requests and tokens reserved that are neither settled, released nor outstanding; anything but 0 is a bug."
+        )
+        yield _gauge("terazi_ledger_imbalance", text, self._leases.imbalance())
+
+    def _store(self) -> Iterable[Metric]:
+        ledger = self._ledger
+        text = "Age of the oldest ended request whose row is in the journal and not in SQL."
+        yield _gauge("terazi_journal_lag_seconds", text, ledger.lag_us(self._state.clock.now_us()) / 1e6)
+        yield _gauge("terazi_journal_open", "Requests opened in the journal and not closed.", ledger.num_open)
+        yield _gauge("terazi_ledger_backlog", "Ended requests whose rows are not in SQL yet.", ledger.backlog)
+        yield CounterMetricFamily("terazi_store_errors", "SQL transactions that failed.", value=ledger.num_failures)
+
+
+def saturation(hello: Hello | None, step: StepDone | None) -> float:
+    """How full the engine is, 0 to 1: the larger part in use of slots and of device KV blocks."""
+    if hello is None or step is None or not hello.num_device_blocks:
+        return 0.0
+    slots = step.num_running / hello.max_batch_size
+    return min(1.0, max(slots, 1 - step.num_free_blocks / hello.num_device_blocks))
 
 
 def not_ready_reasons(state: GatewayState) -> list[str]:

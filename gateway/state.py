@@ -9,10 +9,10 @@ from typing import Protocol
 
 from gateway.engine_client import EngineClient
 from gateway.errors import Unavailable
+from gateway.meters import Meters, SnapshotSource
 from gateway.tokenizer import ModelTokenizer
 from tenants.leases import Leases
 from tenants.rows import LedgerRow, OpenEntry, Progress
-from tenants.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,6 @@ class SystemClock:
         return asyncio.get_running_loop().call_later(seconds, callback)
 
 
-class SnapshotSource(Protocol):
-    """Where the tenants are read: `tenants.snapshot.SnapshotHolder`."""
-
-    @property
-    def current(self) -> Snapshot: ...
-
-
 class LedgerBook(Protocol):
     """Where requests are booked: `tenants.ledger.Ledger`. No call waits."""
 
@@ -109,7 +102,11 @@ class GatewayState:
     clock: GatewayClock = field(default_factory=SystemClock)
     is_draining: bool = False
     refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
-    ended: Counter[str] = field(default_factory=Counter)  # by outcome
+    meters: Meters = field(init=False)  # of admitted requests
+
+    def __post_init__(self) -> None:
+        self.meters = Meters(self.snapshot_holder)
+        self.engine.on_token_gap = self.meters.gaps.observe
 
     def end_streams(self) -> None:
         """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""

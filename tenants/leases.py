@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from tenants.errors import LimitExceeded
 from tenants.quotas import Limits
@@ -149,12 +150,26 @@ class Totals:
     outstanding_tokens: int = 0
 
     @property
+    def imbalance(self) -> int:
+        """Requests and tokens by which the invariant is off, in either direction."""
+        requests = self.settled_requests + self.released_requests + self.outstanding_requests
+        tokens = self.settled_tokens + self.released_tokens + self.outstanding_tokens
+        return abs(self.reserved_requests - requests) + abs(self.reserved_tokens - tokens)
+
+    @property
     def is_balanced(self) -> bool:
         """The invariant of this module."""
-        return (
-            self.reserved_requests == self.settled_requests + self.released_requests + self.outstanding_requests
-            and self.reserved_tokens == self.settled_tokens + self.released_tokens + self.outstanding_tokens
-        )
+        return self.imbalance == 0
+
+
+class Limited(Protocol):
+    """A team and its limits: `Identity` or `TeamEntry`."""
+
+    @property
+    def team_id(self) -> int: ...
+
+    @property
+    def limits(self) -> Limits: ...
 
 
 class _Team:
@@ -312,7 +327,7 @@ class Leases:
         assert totals.is_balanced, totals
         assert team.num_running >= 0 and team.outstanding_tokens >= 0, totals
 
-    def view(self, identity: Identity) -> LimitsView:
+    def view(self, identity: Limited) -> LimitsView:
         """What the team may still use now, by the limits in `identity`."""
         now = self._clock()
         team = self._teams.get(identity.team_id) or _Team()
@@ -332,6 +347,10 @@ class Leases:
             team = self._teams.get(team_id)
             return 0 if team is None else team.num_running
         return sum(team.num_running for team in self._teams.values())
+
+    def imbalance(self) -> int:
+        """Requests and tokens, over all teams, by which the invariant of this module is off: 0."""
+        return sum(team.totals().imbalance for team in self._teams.values())
 
     def totals(self, team_id: int) -> Totals:
         """One team's running totals."""

@@ -179,6 +179,10 @@ class Ledger:
         """Ended requests whose rows are not in SQL yet."""
         return len(self._rows)
 
+    def lag_us(self, now_us: int) -> int:
+        """Age at `now_us` of the oldest ended request whose row is not in SQL yet; 0 when all are."""
+        return max(0, now_us - self._rows[0].finished_at_us) if self._rows else 0
+
     @property
     def num_open(self) -> int:
         """Requests that have been opened and not closed."""

@@ -104,6 +104,8 @@ class RecordingLedger:
         self.progressed: list[Progress] = []
         self.is_full = False
         self.is_failing = False
+        self.backlog = 0
+        self.num_failures = 0
         self._closed: asyncio.Queue[LedgerRow] = asyncio.Queue()
 
     @property
@@ -123,6 +125,13 @@ class RecordingLedger:
         assert row.request_id not in {other.request_id for other in self.rows}, "closed twice"
         self.rows.append(row)
         self._closed.put_nowait(row)
+
+    @property
+    def num_open(self) -> int:
+        return len(self.opened) - len(self.rows)
+
+    def lag_us(self, now_us: int) -> int:
+        return now_us - self.rows[-self.backlog].finished_at_us if self.backlog else 0
 
     async def next_row(self) -> LedgerRow:
         """Wait for the next close."""

@@ -6,8 +6,6 @@ import gc
 import json
 import tracemalloc
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -21,9 +19,7 @@ pytestmark = pytest.mark.anyio
 async def test_what_callers_name_is_never_a_label() -> None:
     async with gateway() as g:
         g.engine.script = g.engine.saying("ok")
-        shown = GatewayMetrics(
-            g.state, g.state.leases, cast(Any, SimpleNamespace(num_open=0, backlog=0, num_failures=0))
-        )
+        shown = GatewayMetrics(g.state, g.state.leases, g.ledger)
 
         async def calls(number: int) -> None:
             await g.chat(user=f"user-{number}")

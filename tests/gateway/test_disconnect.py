@@ -86,7 +86,7 @@ async def test_a_client_that_left_is_not_counted_as_a_success() -> None:
             await g.engine.next_submit()
         row = await g.ledger.next_row()
         assert (row.outcome, row.finish_reason, row.error_code) == ("client_closed", None, "client_closed")
-        assert dict(g.state.ended) == {"client_closed": 1}
+        assert dict(g.state.meters.outcomes) == {"client_closed": 1}
 
 
 @pytest.mark.case("G21")

@@ -7,7 +7,8 @@ skipped by their request id, and opens without a close are booked as "lost" with
 
 Request ids are drawn by the gateway, never taken from a caller: a second row with the same id is ignored.
 
-Service samples go the same way without the journal: they are for reports, bounded, and the oldest are dropped first.
+Samples go the same way without the journal: they are for reports, bounded, and the oldest are dropped first. Between
+batches the task sums them by the hour and deletes what is older than it is kept (`tenants.retention`).
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from tenants.clock import wall_clock_us
 from tenants.database import STORE_ERRORS, Database, insert_or_ignore
 from tenants.errors import StoreUnavailable
 from tenants.journal import Journal, Replay, sync_and_close
+from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, StepSampleRow
 from tenants.rows import LedgerRow as LedgerRow
 from tenants.rows import OpenEntry as OpenEntry
@@ -51,6 +53,8 @@ class LedgerSettings:
     journal_segment_bytes: int = 8 * 1024**2
     batch_rows_max: int = 200  # one transaction
     samples_max: int = 20_000  # waiting for SQL; the oldest are dropped first
+    sample_seconds_kept_hours: int = 48  # then only their sums by the hour are left
+    sample_hours_kept_days: int = 400
     retry_seconds_first: float = 0.1
     retry_seconds_max: float = 5.0
     on_error: str = "serve"  # or "deny": refuse new requests as soon as SQL fails
@@ -78,6 +82,11 @@ class Ledger:
             bytes_max=self._settings.journal_bytes_max,
             segment_bytes=self._settings.journal_segment_bytes,
         )
+        self._retention = Retention(
+            database,
+            seconds_kept_hours=self._settings.sample_seconds_kept_hours,
+            hours_kept_days=self._settings.sample_hours_kept_days,
+        )
         self._now_us = now_us
         self._sleep = sleep
         self._rows: deque[LedgerRow] = deque()
@@ -101,6 +110,7 @@ class Ledger:
         replay = self._journal.replay()
         num_rows = 0
         try:
+            await self._retention.load()
             for batch in _batches(self._replayed_rows(replay), self._settings.batch_rows_max):
                 await self._write(batch, [])
                 num_rows += len(batch)
@@ -166,7 +176,9 @@ class Ledger:
 
     def add_samples(self, samples: Sequence[SampleRow]) -> None:
         """Samples of one interval, all kinds together."""
-        self._samples.extend(samples)
+        kept = [sample for sample in samples if sample.at_us >= self._retention.seconds_from_us]
+        self.num_samples_dropped += len(samples) - len(kept)  # the clock has stepped back by days
+        self._samples.extend(kept)
         while len(self._samples) > self._settings.samples_max:
             self._samples.popleft()
             self.num_samples_dropped += 1
@@ -207,11 +219,15 @@ class Ledger:
                 self._idle.set()
                 if self._stopping.is_set():
                     return
-                self._wake.clear()
-                await self._wake.wait()
-                continue
+                if not self._retention.is_due(self._now_us()):
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
             try:
-                await self._write_batch()
+                if self._rows or self._samples:
+                    await self._write_batch()
+                if self._retention.is_due(self._now_us()) and not self._stopping.is_set():
+                    await self._retention.work(self._now_us())
             except STORE_ERRORS as error:
                 self.num_failures += 1
                 if not self._has_failed:  # once for each outage, not for each try
@@ -252,6 +268,7 @@ class Ledger:
         for _ in rows:
             self._rows.popleft()
         self._journal.committed(row.request_id for row in rows)
+        self._retention.booked(sample.at_us for sample in samples)
 
     async def _write(self, rows: Sequence[LedgerRow], samples: Sequence[SampleRow]) -> None:
         try:

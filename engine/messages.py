@@ -115,6 +115,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     block_bytes: int = 0
     block_copy_us: float = 0.0  # one block, one way
     memory_preemption: str = "none"
+    max_queued_requests: int = 4096  # more are refused with queue_full
     constants: PolicyInfo | None = None
 
 

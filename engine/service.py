@@ -309,6 +309,7 @@ def _assemble(
         num_host_blocks=parts.num_host_blocks,
         max_batch_size=config.max_batch_size,
         max_batch_tokens=config.max_batch_tokens,
+        max_queued_requests=config.max_queued_requests,
     )
     return core, ServiceSampler(policy, parts.clock.now_us()), hello
 

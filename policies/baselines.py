@@ -2,17 +2,18 @@
 test: a team that sends more gets more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
 from policies.mlfq import RankedSequence, was_taken
-from policies.sequences import SequenceTerms
+from policies.sequences import SequenceTerms, Turn
 
 
 class Fcfs(MeteredPolicy):
-    """Order of arrival over all teams: one level, no gate, nobody is displaced. Implements `policies.policy.Policy`.
+    """Order of arrival over all teams: one level, no gate, nobody is displaced or promoted. Implements
+    `policies.policy.Policy`.
 
     A refused candidate is passed over in this step only, as in every policy, so a large head does not block others.
     """
@@ -20,7 +21,7 @@ class Fcfs(MeteredPolicy):
     name = "fcfs"
 
     def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(replace(config, levels=1, quanta_us=(), is_gated=False, coast=False))
+        super().__init__(replace(config, levels=1, quanta_us=(), is_gated=False, coast=False, promotion_percent=0))
         self._queue: dict[RankedSequence, None] = {}
         self._walk: Iterator[RankedSequence] = iter(())
         self._top: RankedSequence | None = None
@@ -54,6 +55,11 @@ class Fcfs(MeteredPolicy):
         sequence = self._sequences[seq_id]
         super().leave(seq_id, now_us)
         del self._queue[sequence]
+
+    def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
+        """In order of arrival, all at once: nobody is displaced, so there is nothing to wait for but room."""
+        arrivals = {seq_id: self._sequences[seq_id].arrival for seq_id in seq_ids}
+        return [Turn(seq_id, 0) for seq_id in sorted(arrivals, key=lambda seq_id: arrivals[seq_id])]
 
     def _pop(self, seq_id: int) -> RankedSequence:
         sequence = self._top

@@ -56,3 +56,7 @@ class CoastMode:
         if changes:
             self.is_coasting = not self.is_coasting
         return changes
+
+    def mean_work_us(self) -> int:
+        """Mean work of the completions that count, rounded down; 0 before the first."""
+        return self._sum // len(self._works) if self._works else 0

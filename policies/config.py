@@ -48,6 +48,12 @@ class PolicyConfig:
                 raise ValueError(f"{name} is negative")
         if self.theta_us is not None and self.theta_us < 0:
             raise ValueError("theta_us is negative")
+        if not 0 <= self.promotion_percent < 100:
+            raise ValueError("promotion_percent must be from 0 to 99")
+        if self.promotion_grant_us < 1:
+            raise ValueError("grant_us must be positive")
+        if self.min_run_steps < 0:
+            raise ValueError("min_run_steps is negative")
         if not 0 <= self.coast_below_percent <= self.coast_above_percent:
             raise ValueError("coast_below_percent must be from 0 to coast_above_percent")
         if not 1 <= self.coast_completions_min <= self.coast_completions:
@@ -58,6 +64,14 @@ class PolicyConfig:
         if self.quanta_us:
             return self.quanta_us[: self.levels - 1]
         return tuple(self.base_quantum_us << level for level in range(self.levels - 1))
+
+    @property
+    def promotion_grant_us(self) -> int:
+        """G: `grant_us` or, when that is None, q_2, or the last finite quantum when there are fewer."""
+        if self.grant_us is not None:
+            return self.grant_us
+        quanta = self.quanta()
+        return quanta[min(2, len(quanta) - 1)] if quanta else self.base_quantum_us
 
     @property
     def quantum_cost_us(self) -> int:
@@ -73,6 +87,8 @@ def from_profile(
     chunk_tokens: int,
     context_len: int,
     coast: bool = True,
+    promotion_percent: int = 20,
+    min_run_steps: int = 8,
 ) -> PolicyConfig:
     """The default constants (`docs/scheduling.md`): q_0 is twice the profiled decode step, u the largest chunk at the
     largest context (or a decode there, if that is more). `chunk_tokens` is the most prompt tokens of one sequence in
@@ -89,4 +105,6 @@ def from_profile(
         decode_work_us=decode_work,
         chunk_work_us=profile.prefill_work_us(0, chunk),
         coast=coast,
+        promotion_percent=promotion_percent,
+        min_run_steps=min_run_steps,
     )

@@ -1,7 +1,7 @@
 """EG-MLFQ: MLFQ order among *eligible* teams, so that neither many short requests nor long ones buy a larger share.
 
-Each team offers its best candidate by (level, place). Among teams whose lag D is within the limit, the least
-(level, D, place) is tried next:
+Each team offers its best candidate by (rank, place). Among teams whose lag D is within the limit, the least
+(rank, D, place) is tried next; rank is the level, but for lane P and minimum runs (`policies.mlfq`):
 
     limit = max(least D of the able teams + Theta, least D of the teams with candidates left)
 
@@ -12,7 +12,7 @@ A coasting team (`policies.coast`) offers its sequences by arrival instead; its 
 sequence it offers.
 
 State of one step. Two heaps hold each team that has a candidate left, by its next candidate: `_eligible` keyed
-(level, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap of D over the
+(rank, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap of D over the
 able teams. Within a step D only grows, by what each pick will probably cost, so an entry of `_able` is corrected when
 it comes to the top, and the limit is looked at again only when the team that set it was picked, when a team turned
 able or unable, or when no eligible candidate is left. Only a team that turns able again, or the end of the second
@@ -54,14 +54,14 @@ class EgMlfq(MeteredPolicy):
         self._is_stale = False
         heads = [head for team in planned if (head := team.levels.head) is not None]
         if self._meter.theta is None:
-            self._eligible = [(head.level, head.team.lag, head.place, head) for head in heads]
+            self._eligible = [(head.rank, head.team.lag, head.place, head) for head in heads]
             heapify(self._eligible)
             return
         self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
         heapify(self._able)
         self._least = self._find_least()
         self._limit = limit = self._least + self._meter.theta
-        self._eligible = [(head.level, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
+        self._eligible = [(head.rank, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
         heapify(self._eligible)
         if len(self._eligible) < len(heads):
             self._gated = [(lag, head.place, head) for head in heads if (lag := head.team.lag) > limit]
@@ -103,7 +103,7 @@ class EgMlfq(MeteredPolicy):
             return
         # When blocks are short, whole queues are refused one after the other. The team's lag has not grown, so its next
         # candidate nearly always stays on top, and comparing it with the two below is all that is needed.
-        entry = (following.level, team.lag, following.place, following)
+        entry = (following.rank, team.lag, following.place, following)
         size = len(eligible)
         if (size < 2 or entry < eligible[1]) and (size < 3 or entry < eligible[2]):
             eligible[0] = entry
@@ -130,7 +130,7 @@ class EgMlfq(MeteredPolicy):
                 heads.append(following)
         limit = self._limit
         is_gated = self._meter.theta is not None
-        self._eligible = [(h.level, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit]
+        self._eligible = [(h.rank, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit]
         self._gated = [(h.team.lag, h.place, h) for h in heads if is_gated and h.team.lag > limit]
         heapify(self._eligible)
         heapify(self._gated)
@@ -158,7 +158,7 @@ class EgMlfq(MeteredPolicy):
         if following is None:
             heappop(eligible)
         elif team.lag <= self._limit or self._meter.theta is None:
-            heapreplace(eligible, (following.level, team.lag, following.place, following))
+            heapreplace(eligible, (following.rank, team.lag, following.place, following))
             return
         else:
             heappop(eligible)
@@ -199,7 +199,7 @@ class EgMlfq(MeteredPolicy):
 
     def _open_gate(self) -> None:
         lag, place, sequence = heappop(self._gated)
-        heappush(self._eligible, (sequence.level, lag, place, sequence))
+        heappush(self._eligible, (sequence.rank, lag, place, sequence))
 
     def _find_least(self) -> int:
         """Least D of the able teams. If none is able, all active teams count as able."""

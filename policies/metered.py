@@ -5,11 +5,14 @@ FCFS keeps them too, so that reports and the fairness test read the same figures
 
 from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
+from operator import attrgetter
 
 from policies.config import PolicyConfig
 from policies.mlfq import Levels, RankedSequence
+from policies.promotion import Promotions
 from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
 from policies.shares import LagMeter, TeamShare, learn_cost
+from policies.turns import TurnEstimator
 
 
 class MeteredPolicy:
@@ -18,20 +21,26 @@ class MeteredPolicy:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
         self._levels = Levels(config)
         self._is_coast_on = config.coast
         self._meter = LagMeter(config)
+        self._promotions = Promotions(config)
+        self._turns = TurnEstimator(self._levels, self._meter, self._promotions)
+        self._now_us = 0  # of the latest call that tells the time
         self._sequences: dict[int, RankedSequence] = {}
         self._step = 0  # the latest step; 0 is none yet
         self._planned: list[TeamShare] = []  # teams active when the step was planned
         self._taken: list[TeamShare] = []  # teams with sequences in the latest step
+        self._rows: list[tuple[RankedSequence, Served]] = []  # the latest settled step
         self._is_settled = True
         self._fresh: dict[RankedSequence, None] = {}  # never taken, and not known to be refused
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         """Replace the table of teams. Raises ValueError for weights that are not positive integers."""
         assert self._is_settled, "configure within a step"
-        self._meter.configure(teams)
+        if self._meter.configure(teams):
+            self._promotions.configure(self._meter.teams.values(), now_us)
 
     def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
         """Take in a new sequence and return its level; it is a candidate from the next step on. Not while picking.
@@ -48,6 +57,7 @@ class MeteredPolicy:
         self._sequences[sequence.seq_id] = ranked
         self._fresh[ranked] = None
         self._meter.enter(team)
+        self._promotions.watch(ranked, now_us)
         return ranked.level
 
     def fits_again(self, seq_id: int) -> None:
@@ -65,9 +75,11 @@ class MeteredPolicy:
                 self._fresh[sequence] = None
 
     def begin(self, now_us: int) -> None:
-        """Start picking for one step."""
+        """Start picking for one step. Grants of promotion are given out here."""
         assert self._is_settled, "begin before the last step was settled"
         self._is_settled = False
+        self._now_us = now_us
+        self._promotions.begin(now_us)
         self._step += 1
         self._planned = self._meter.active.copy()
         for team in self._taken:
@@ -114,6 +126,7 @@ class MeteredPolicy:
         """
         assert not self._is_settled, "settle without begin"
         self._is_settled = True
+        self._now_us = now_us
         sequences = self._sequences
         rows = [(sequences[row.seq_id], row) for row in served]
         costs = [row.cost_us for row in served]
@@ -124,17 +137,47 @@ class MeteredPolicy:
         for team in self._taken:
             team.lag -= team.provisional
             team.provisional = 0
-        self._meter.settle(self._planned, self._step, sum(costs), max(costs, default=0))
-        for team in self._taken:
+        billed = self._taken
+        total = sum(costs)
+        if overheads:
+            billed = billed.copy()
+            total += self._bill(overheads, billed)
+        self._meter.settle(self._planned, self._step, total, max(costs, default=0))
+        for team in billed:
             team.served_us += team.step_cost
             learn_cost(team)
-            team.step_cost = team.step_work = 0
-        self._levels.charge(rows)
+            team.step_cost = team.step_work = team.step_overhead = 0
+        self._rows = rows
+        self._levels.charge(rows, now_us, self._promotions)
         if self._is_coast_on:
             for sequence in [sequence for sequence, row in rows if row.has_finished]:
                 team = sequence.team
                 if team.coast.complete(sequence.attained):
                     team.levels.set_coasting(team.coast.is_coasting)
+
+    def _bill(self, overheads: Sequence[Overhead], billed: list[TeamShare]) -> int:
+        """Put overheads on their teams' part of the step; returns what that adds to the step's cost, and adds to
+        `billed` the teams that ran nothing.
+
+        A team that has left since it caused a copy is not entitled to a part of the step, so its bill is debt that it
+        brings along when it returns, and no part of what the others share.
+        """
+        total = 0
+        planned = set(self._planned)
+        for overhead in overheads:
+            team = self._meter.account(overhead.team_id)
+            team.overhead_us += overhead.cost_us
+            if team in planned:
+                total += overhead.cost_us
+                team.step_cost += overhead.cost_us
+                team.step_overhead += overhead.cost_us
+                if team not in billed:
+                    billed.append(team)
+            else:
+                team.lag += overhead.cost_us * team.unit
+                team.served_us += overhead.cost_us
+                team.was_active = True
+        return total
 
     def leave(self, seq_id: int, now_us: int) -> None:
         """A sequence ended. Between steps only; raises KeyError for one that is not here."""
@@ -142,6 +185,7 @@ class MeteredPolicy:
         sequence = self._sequences.pop(seq_id)
         team = sequence.team
         team.levels.remove(sequence)
+        self._promotions.forget(sequence)
         self._fresh.pop(sequence, None)
         if sequence.step:
             team.num_started -= 1
@@ -153,21 +197,30 @@ class MeteredPolicy:
         self._meter.exit(team)
 
     def swapped_in(self, seq_id: int) -> None:
-        """Its blocks are back: it is no longer refused."""
+        """Its blocks are back: it is no longer refused, and its minimum run begins."""
         self.fits_again(seq_id)
+        if self._config.min_run_steps:
+            sequence = self._sequences[seq_id]
+            sequence.min_run_left = self._config.min_run_steps
+            sequence.team.levels.keep(sequence)
+
+    def is_protected(self, seq_id: int) -> bool:
+        """It has not yet run `min_run_steps` steps since its upload."""
+        return self._sequences[seq_id].min_run_left > 0
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
-        """In order of arrival."""
-        return [Turn(seq_id, 0) for seq_id in sorted(seq_ids)]
+        """By `policies.turns`. Raises KeyError for a sequence that is not here."""
+        return self._turns.turns([self._sequences[seq_id] for seq_id in seq_ids], slots, now_us)
 
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         """By lag, the greatest first."""
         teams = self._meter.teams
-        return sorted(team_ids, key=lambda team_id: (-teams[team_id].lag, team_id))
+        lags = {team_id: (team := teams[team_id]).lag - team.provisional for team_id in team_ids}
+        return sorted(lags, key=lambda team_id: (-lags[team_id], team_id))
 
     def num_promotions(self, seq_id: int) -> int:
-        """No promotion yet."""
-        return 0
+        """Grants that a live sequence has had. Raises KeyError for one that is not here."""
+        return self._sequences[seq_id].num_promotions
 
     def level(self, seq_id: int) -> int:
         """The present level of a live sequence. Raises KeyError for one that is not here."""
@@ -177,20 +230,33 @@ class MeteredPolicy:
         """Running totals of every team that was ever active, by team_id. The lag of an inactive team reads 0."""
         meter = self._meter
         least = meter.band()[0] if meter.active else 0
-        return [
-            TeamService(
-                team_id=team.team_id,
-                served_us=team.served_us,
-                entitled_us=team.entitled_us,
-                backlogged_us=team.backlogged_us,
-                waiting=team.num_live - team.num_taken,
-                running=team.num_taken,
-                lag=(team.lag - least) / meter.scale if team.num_live else 0.0,
-                is_coasting=team.levels.is_coasting,
-            )
-            for team in sorted(meter.teams.values(), key=lambda team: team.team_id)
-            if team.was_active
-        ]
+        teams = [team for team in meter.teams.values() if team.was_active]
+        teams.sort(key=attrgetter("team_id"))
+        waiting = {team: list(map(len, team.levels.queues)) for team in teams if team.num_live}
+        for sequence, _ in self._rows:
+            if sequence.seq_id in self._sequences:
+                waiting[sequence.team][sequence.level] -= 1
+        return [self._service(team, least, waiting.get(team, ())) for team in teams]
+
+    def _service(self, team: TeamShare, least: int, waiting_levels: Iterable[int]) -> TeamService:
+        budget = self._promotions.budget(team)
+        return TeamService(
+            team_id=team.team_id,
+            served_us=team.served_us,
+            entitled_us=team.entitled_us,
+            backlogged_us=team.backlogged_us,
+            waiting=team.num_live - team.num_taken,
+            running=team.num_taken,
+            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
+            promotions=budget.num_grants if budget else 0,
+            is_coasting=team.levels.is_coasting,
+            exhausted=budget.exhausted if budget else 0,
+            budget_us=budget.held_us(self._now_us) if budget else 0,
+            starving=len(budget.queue) if budget else 0,
+            promoted_us=budget.promoted_us if budget else 0,
+            overhead_us=team.overhead_us,
+            waiting_levels=tuple(waiting_levels),
+        )
 
     def lags(self) -> dict[int, Fraction]:
         """D of every active team, exact, in cost-microseconds per unit of weight. Between steps only."""

@@ -60,6 +60,9 @@ class Policy(Protocol):
     def swapped_in(self, seq_id: int) -> None:
         """The upload of `seq_id` has ended: it may run again, and keeps its slot for a minimum run. Between steps."""
 
+    def is_protected(self, seq_id: int) -> bool:
+        """Whether `seq_id` is still in that minimum run: it should not be chosen as a victim."""
+
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """When each of these live sequences will run next, soonest first; ties in the order they would be picked.
 

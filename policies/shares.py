@@ -14,7 +14,8 @@ weight is an integer. Entitlements are whole microseconds; what rounding leaves 
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from fractions import Fraction
 
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
@@ -22,6 +23,21 @@ from policies.mlfq import LevelQueues, RankedSequence
 from policies.sequences import TeamTerms
 
 _FORGET_SHIFT = 3  # a step's weight in the moving averages is 1/8
+
+
+def step_width(config: PolicyConfig, weights: Collection[int]) -> Fraction:
+    """u, in cost-microseconds per unit of weight: one sequence's most in one step over the least weight."""
+    return Fraction(config.step_cost_max_us, min(weights))
+
+
+def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
+    """Theta for a table of teams with these weights, in cost-microseconds per unit of weight; None is infinite."""
+    if not config.is_gated:
+        return None
+    if config.theta_us is not None:
+        return Fraction(config.theta_us)
+    window = Fraction(config.fairness_window_us, sum(weights))
+    return max(window, Fraction(config.quantum_cost_us, min(weights)))
 
 
 class TeamShare:
@@ -40,9 +56,11 @@ class TeamShare:
         "num_refused",
         "num_started",
         "num_taken",
+        "overhead_us",
         "provisional",
         "served_us",
         "step_cost",
+        "step_overhead",
         "step_work",
         "team_id",
         "terms",
@@ -67,11 +85,13 @@ class TeamShare:
         self.num_refused = 0  # of the live ones, those refused when last tried
         self.num_started = 0  # of the live ones, those taken at least once
         self.num_taken = 0  # of the live ones, those in the latest step
-        self.step_cost = 0
+        self.step_cost = 0  # of its rows, and its overheads
+        self.step_overhead = 0
         self.step_work = 0
         self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work
         self.work_average = 1
         self.served_us = 0
+        self.overhead_us = 0
         self.entitled_us = 0
         self.backlogged_us = 0
         self.was_active = False
@@ -102,9 +122,9 @@ class LagMeter:
 
     # -- the table of teams ------------------------------------------------------------------------------------------
 
-    def configure(self, table: Iterable[TeamTerms]) -> None:
-        """Replace the table. An unchanged table changes nothing. Otherwise scale, Theta and u follow the new weights,
-        and no able team keeps more lag than the new band allows: D <- min(D, min D + Theta + u).
+    def configure(self, table: Iterable[TeamTerms]) -> bool:
+        """Replace the table. An unchanged table changes nothing, and the answer is False. Otherwise scale, Theta and u
+        follow the new weights, and no team keeps more lag than the new band allows: D <- min(D, min D + Theta + u).
 
         Teams that vanish keep their terms while they have sequences; their accounts go at a later change.
         Raises ValueError for a weight that is not a positive integer, or a team named twice.
@@ -117,7 +137,7 @@ class LagMeter:
                 raise ValueError(f"team {terms.team_id} is in the table twice")
             terms_by_id[terms.team_id] = terms
         if terms_by_id == {t.team_id: t.terms for t in self.teams.values() if t.is_configured}:
-            return
+            return False
         for team in list(self.teams.values()):
             if team.team_id not in terms_by_id:
                 if not team.is_configured and team.num_live == 0:
@@ -128,6 +148,7 @@ class LagMeter:
             team.terms, team.weight, team.is_configured = terms, terms.weight, True
         self._rescale(sum(terms.weight for terms in terms_by_id.values()))
         self._clip()
+        return True
 
     def _rescale(self, configured_weight: int) -> None:
         """Choose the least scale that keeps every D exact under the present weights, and what follows from it."""
@@ -155,6 +176,16 @@ class LagMeter:
         else:
             window = config.fairness_window_us * scale // max(1, configured_weight)
             self.theta = max(window, config.quantum_cost_us * (scale // least_weight))
+
+    def account(self, team_id: int) -> TeamShare:
+        """A team's account. One whose account has gone with its last sequence gets a new one, until the next change."""
+        team = self.teams.get(team_id)
+        if team is None:
+            team = self.teams[team_id] = TeamShare(TeamTerms(team_id), self._config)
+            team.is_configured = False
+            team.unit = self.scale
+            team.left_at = self._virtual_time
+        return team
 
     def _clip(self) -> None:
         self._band = None
@@ -299,5 +330,7 @@ def _demand(team: TeamShare, step: int, enough: int, largest_us: int) -> int:
 
 def learn_cost(team: TeamShare) -> None:
     """Fold the step's cost and work into the team's averages, in integers so that replays agree."""
-    team.cost_average += team.step_cost - (team.cost_average >> _FORGET_SHIFT)
+    if not team.step_work:
+        return  # replayed tokens only
+    team.cost_average += team.step_cost - team.step_overhead - (team.cost_average >> _FORGET_SHIFT)
     team.work_average += team.step_work - (team.work_average >> _FORGET_SHIFT)

@@ -23,7 +23,8 @@ def config(
 ) -> PolicyConfig:
     """Levels, Theta and the bound on one sequence's cost in a step, in units. Theta None is infinite.
 
-    Nobody coasts unless `coast=True` is given: the oracles are about levels and the gate.
+    Nobody coasts unless `coast=True` is given, and nobody is promoted unless `promotion_percent` is: most oracles are
+    about levels and the gate.
     """
     quanta = tuple(quanta)
     chosen = PolicyConfig(
@@ -35,6 +36,7 @@ def config(
         decode_work_us=unit,
         chunk_work_us=u * unit,
         coast=False,
+        promotion_percent=0,
     )
     return replace(chosen, **more)
 
@@ -72,6 +74,8 @@ class Driver:
         has_room: Callable[[Job], bool] = lambda job: True,
         costs: Callable[[list[int]], list[int]] = lambda works: works,
         instance: MeteredPolicy | None = None,
+        alpha: int | None = None,
+        burst: int = 1,
     ) -> None:
         made = instance or make_policy(policy, settings)
         self.policy: MeteredPolicy = made  # type: ignore[assignment]
@@ -80,7 +84,10 @@ class Driver:
         self.slots = slots
         self.has_room = has_room
         self.weights = weights
-        self.policy.configure([TeamTerms(team, weight) for team, weight in weights.items()], 0)
+        starving_after = 1 << 60 if alpha is None else alpha * unit
+        self.policy.configure(
+            [TeamTerms(team, weight, 0, starving_after, burst) for team, weight in weights.items()], 0
+        )
         self.now = 0
         self.jobs: dict[int, Job] = {}
         self.live: dict[int, Job] = {}

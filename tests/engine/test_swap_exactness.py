@@ -9,6 +9,7 @@ import torch
 
 from engine.copy_engine import SyncCopy
 from engine.messages import SamplingParams
+from engine.model_store import SMOLLM2, prepare
 from engine.plan import BlockCopy, StepPlan
 from engine.tiny import VOCAB_SIZE, write_tiny_model
 from tests.engine.chaos_copy import ChaosCopy
@@ -134,3 +135,24 @@ def test_a_copy_out_carries_what_the_step_before_it_wrote_however_late_it_happen
     assert done == [9]
     assert torch.equal(host_pool[[30, 31, 2]].view(torch.int16), written.view(torch.int16))
     assert runner.cache.pool[one.blocks].isnan().all()
+
+
+@pytest.mark.real_model
+@pytest.mark.case("I12")
+def test_the_real_model_keeps_its_tokens_and_logits_under_random_swapping(native: bool) -> None:
+    """bfloat16, greedy and seeded, copies late."""
+    stored = prepare(SMOLLM2)
+    runner = make_runner(
+        stored.path, torch.bfloat16, max_batch_tokens=256, native=native, num_blocks=NUM_BLOCKS, num_host_blocks=64
+    )
+    jobs = random_jobs(random.Random(7), 6, vocab=stored.config.vocab_size, max_prompt=80, max_output=8)
+    assert {job.sampling.temperature for job in jobs} >= {0.0, 1.0}
+    alone = {id(job): run_alone(runner, job) for job in jobs}
+    rng = random.Random(8)
+    num_swaps = 0
+    for number in range(6):
+        use_chaos(runner, rng)
+        swapped = SwapSchedule(runner, rng.sample(jobs, 4), rng, swap_chance=0.3).run(max_rows=4)
+        assert differing(alone, swapped) == 0, f"schedule {number}"
+        num_swaps += sum(one.num_swaps for one in swapped)
+    assert num_swaps >= 40

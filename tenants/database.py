@@ -135,8 +135,11 @@ class Database:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncConnection]:
         """A connection in one read transaction: all its queries see the same state."""
-        async with self._engine.connect() as connection, connection.begin():
-            yield connection
+        async with self._engine.connect() as connection:
+            if not self.is_sqlite:  # where each statement would see what was committed before it
+                connection = await connection.execution_options(isolation_level="REPEATABLE READ")
+            async with connection.begin():
+                yield connection
 
     @asynccontextmanager
     async def begin_immediate(self) -> AsyncIterator[AsyncConnection]:

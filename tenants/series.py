@@ -40,10 +40,12 @@ async def service_series(connection: AsyncConnection, period: Period) -> dict[st
     teams: dict[str, dict[str, list[float]]] = {"served": {}, "entitled": {}, "backlogged": {}, "lag": {}}
     for row in rows:
         i = index[row.at]
-        values = (row.served / 1e6, row.entitled / 1e6, row.backlogged / 1e3, row.lag / 1e6)
-        for name, value in zip(teams, map(float, values), strict=True):
+        # PostgreSQL sums bigints to Decimal
+        served, entitled, backlogged, length = map(int, (row.served, row.entitled, row.backlogged, row.length))
+        values = (served / 1e6, entitled / 1e6, backlogged / 1e3, row.lag / 1e6)
+        for name, value in zip(teams, values, strict=True):
             teams[name].setdefault(row.team, [0.0] * len(moments))[i] = value
-        lengths[i] = max(lengths[i], float(row.length) / 1e3)
+        lengths[i] = max(lengths[i], length / 1e3)
         bounds[i] = max(bounds[i], row.bound / 1e6)
     return {"at": [at_us / 1e6 for at_us in moments], "interval_seconds": lengths, **teams, "lag_bound": bounds}
 

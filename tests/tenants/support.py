@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from alembic import command
+from sqlalchemy import Connection, select
 
 from policies.tiers import DEFAULT_TIERS
-from tenants import keys, tables, teams
-from tenants.database import Database, sqlite_url
+from tenants import keys, migrate, tables, teams
+from tenants.database import Database, make_engine, sqlite_url
 from tenants.pepper import Pepper, load_pepper
 from tenants.quotas import Limits
 from tenants.rows import LedgerRow, OpenEntry
@@ -69,6 +70,20 @@ async def opened(template: Path, directory: Path) -> AsyncIterator[Store]:
         yield Store(directory, url, database, pepper, SnapshotHolder(database, pepper))
     finally:
         await database.dispose()
+
+
+async def upgrade_to(url: str, revision: str) -> None:
+    """An empty database with the schema of an older version, and no rows."""
+    engine = make_engine(url, is_pooled=False)
+    config = migrate.alembic_config(url)
+
+    def run(connection: Connection) -> None:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+
+    async with engine.begin() as connection:
+        await connection.run_sync(run)
+    await engine.dispose()
 
 
 class Clock:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, insert, select
@@ -23,7 +22,7 @@ from tenants.rows import LedgerRow, SampleRow
 from tenants.samples import HOUR_US
 from tests.tenants import histories
 from tests.tenants.postgres import PostgresServer, running_server
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry
+from tests.tenants.support import NOW_US, Store, closed_row, open_entry, upgrade_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
 
@@ -70,7 +69,7 @@ async def test_of_many_upgrades_at_once_one_migrates_and_the_others_wait(server:
 
 async def test_a_first_schema_with_rows_is_upgraded(server: PostgresServer) -> None:
     url = server.new_database()
-    await _upgrade_to(url, "0001")
+    await upgrade_to(url, "0001")
     old = closed_row(open_entry("old"), device_us=77)
     first_columns = [
         column for column in tables.ledger.columns if column.server_default is None and column.name != "id"
@@ -209,16 +208,3 @@ def _literal(value: object) -> str:
     if value is None:
         return "NULL"
     return str(value).upper() if isinstance(value, bool) else repr(value)
-
-
-async def _upgrade_to(url: str, revision: str) -> None:
-    engine = make_engine(url, is_pooled=False)
-    config = migrate.alembic_config(url)
-
-    def run(connection: Connection) -> None:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-
-    async with engine.begin() as connection:
-        await connection.run_sync(run)
-    await engine.dispose()

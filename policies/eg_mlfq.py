@@ -3,20 +3,21 @@
 Each team offers its best candidate by (rank, place). Among teams whose lag D is within the limit, the least
 (rank, D, place) is tried next; rank is the level, but for lane P and minimum runs (`policies.mlfq`):
 
-    limit = max(least D of the able teams + Theta, least D of the teams with candidates left)
+    limit = max(least D of the able teams as the step began + Theta, least D of the teams with candidates left)
 
-The second term keeps the device busy: when only teams above the gate have candidates, the least served of them runs.
+The first term looks at D as the step began: were it to rise with what the picks will probably cost, the least served
+team's own picks would open the gate for one far ahead of it, whose D then stays while the other's falls back. The
+second term keeps the device busy: when only teams above the gate have candidates, the least served of them runs.
 Theta = 0 is strict fair share, Theta = infinity is level order without a gate.
 
 A coasting team (`policies.coast`) offers its sequences by arrival instead; its level in these keys is that of the
 sequence it offers.
 
 State of one step. Two heaps hold each team that has a candidate left, by its next candidate: `_eligible` keyed
-(rank, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap of D over the
-able teams. Within a step D only grows, by what each pick will probably cost, so an entry of `_able` is corrected when
-it comes to the top, and the limit is looked at again only when the team that set it was picked, when a team turned
-able or unable, or when no eligible candidate is left. Only a team that turns able again, or the end of the second
-term's rule, can lower it. A pick costs about one exchange at the top of a heap.
+(rank, D, place) holds those within the limit, `_gated` keyed (D, place) the others. `_able` is a heap, over the
+able teams, of D as the step began. The limit is looked at again only when a team turned able or unable, or when no
+eligible candidate is left. Only a team that turns able again, or the end of the second term's rule, can lower it. A
+pick costs about one exchange at the top of a heap.
 
 Sequences of one team come in order from a walk over its queues that lives as long as the picking does. A candidate that
 is refused is passed over in this step only, and the next of the same team is tried.
@@ -43,7 +44,6 @@ class EgMlfq(MeteredPolicy):
         self._able: list[tuple[int, int, TeamShare]] = []
         self._walks: dict[TeamShare, Iterator[RankedSequence]] = {}
         self._limit = 0  # no candidate of `_gated` is within it, every one of `_eligible` is, unless `_is_stale`
-        self._least = 0  # D of the able team that the limit comes from
         self._is_stale = False
 
     def begin(self, now_us: int) -> None:
@@ -59,8 +59,7 @@ class EgMlfq(MeteredPolicy):
             return
         self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
         heapify(self._able)
-        self._least = self._find_least()
-        self._limit = limit = self._least + self._meter.theta
+        self._limit = limit = self._find_least() + self._meter.theta
         self._eligible = [(head.rank, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
         heapify(self._eligible)
         if len(self._eligible) < len(heads):
@@ -79,11 +78,10 @@ class EgMlfq(MeteredPolicy):
         assert sequence.seq_id == seq_id, f"took {seq_id}, best was {sequence.seq_id}"
         team = sequence.team
         was_able = team.num_live > team.num_refused
-        if team.lag <= self._least or not was_able:
-            self._is_stale = True
         self._book_taken(sequence, work_us)
         if not was_able:
-            heappush(self._able, (team.lag, team.team_id, team))
+            heappush(self._able, (team.lag - team.provisional, team.team_id, team))
+            self._is_stale = True
         self._advance(team)
 
     def refuse(self, seq_id: int) -> None:
@@ -181,8 +179,7 @@ class EgMlfq(MeteredPolicy):
         if theta is None:
             return
         eligible, gated = self._eligible, self._gated
-        self._least = self._find_least()
-        limit = self._least + theta
+        limit = self._find_least() + theta
         if limit < self._limit:
             for _, lag, place, sequence in eligible:
                 if lag > limit:
@@ -202,14 +199,11 @@ class EgMlfq(MeteredPolicy):
         heappush(self._eligible, (sequence.rank, lag, place, sequence))
 
     def _find_least(self) -> int:
-        """Least D of the able teams. If none is able, all active teams count as able."""
+        """Least D of the able teams as the step began. If none is able, all active teams count as able."""
         able = self._able
         while able:
-            lag, team_id, team = able[0]
-            if team.num_live == team.num_refused:
-                heappop(able)
-            elif team.lag != lag:
-                heapreplace(able, (team.lag, team_id, team))
-            else:
+            lag, _, team = able[0]
+            if team.num_live > team.num_refused:
                 return lag
-        return min((team.lag for team in self._planned), default=0)
+            heappop(able)
+        return min((team.lag - team.provisional for team in self._planned), default=0)

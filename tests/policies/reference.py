@@ -116,7 +116,7 @@ class Reference:
                 candidates.append(min(untried, key=by_arrival if team.coasts else by_level))
         if not candidates:
             return None
-        limit = max(min(team.D for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
+        limit = max(min(team.D_planned for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
         eligible = [seq for seq in candidates if limit >= seq.team.D]
         return min(eligible, key=lambda seq: (seq.level, seq.team.D, seq.place)).seq_id
 

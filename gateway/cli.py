@@ -170,12 +170,14 @@ def demo(
     engine: Engine = None,
     model: Model = None,
     max_batch_size: BatchSize = None,
+    kv_memory: KvMemory = None,
+    host_kv_memory: HostKvMemory = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Play a multi-team trace under FCFS and under EG-MLFQ, and write a fairness report."""
     with reporting(as_json):
-        from gateway.demo import run_demo
+        from gateway.demo import KV_MEMORY, run_demo
 
         run_demo(
             out=out,
@@ -184,6 +186,8 @@ def demo(
             engine=engine or "torch",
             model=model or "smollm2-135m",
             max_batch_size=max_batch_size or "16",
+            kv_memory=kv_memory or KV_MEMORY,
+            host_kv_memory=host_kv_memory or "1GiB",
             data_dir=data_dir,
             as_json=as_json,
         )

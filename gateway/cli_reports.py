@@ -1,94 +1,139 @@
 """`terazi usage|fairness|simulate`: read the database or a trace, change nothing."""
 
 import asyncio
+import contextlib
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gateway.cli_options import DataDir, Json, data_dir_of
-from gateway.render import EXIT_USAGE, CommandError, cell, print_json, print_table, reporting
+from gateway.render import EXIT_USAGE, CommandError, print_json, print_table, reporting
 
 usage_app = typer.Typer(help="What teams have used.", no_args_is_help=True)
 fairness_app = typer.Typer(help="What teams got of what they were entitled to.", no_args_is_help=True)
 
 
-def _format(text: str) -> str:
-    if text not in ("table", "json"):
-        raise typer.BadParameter(f"{text!r} is not one of table, json.")
-    return text
+def _choice(*allowed: str) -> Any:
+    """A parser of --format."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(allowed)}.")
+        return text
+
+    return parse
 
 
-From = Annotated[str | None, typer.Option("--from", metavar="TIME", help="First moment, UTC; 24 h before --to.")]
+From = Annotated[str | None, typer.Option("--from", metavar="TIME", help="First moment; 24 h before --to.")]
 To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="End, not included; now.")]
-FormatOption = Annotated[str, typer.Option("--format", metavar="table|json", parser=_format, help="How it is printed.")]
-
-_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
-_USAGE_COLUMNS = ["prompt_tokens", "output_tokens", "device_seconds", "preemptions"]
-_USAGE_COLUMNS += ["ttft_p50_seconds", "ttft_p95_seconds", "jct_p50_seconds", "jct_p95_seconds"]
-_FAIRNESS_COLUMNS = ["team", "tier", "weight", "requests", "device_seconds", "backlogged_seconds", "share", "entitled"]
-_FAIRNESS_COLUMNS += ["satisfaction", "lag_max_seconds", "preemptions", "promotions"]
+Zone = Annotated[
+    str, typer.Option("--tz", metavar="ZONE", help="Zone of days and of times without an offset: Europe/Istanbul.")
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there, not to the terminal.")]
+UsageFormat = Annotated[
+    str, typer.Option("--format", metavar="table|json|csv", parser=_choice("table", "json", "csv"), help="What comes.")
+]
+FairnessFormat = Annotated[
+    str,
+    typer.Option(
+        "--format", metavar="table|json|html", parser=_choice("table", "json", "html"), help="html is one page."
+    ),
+]
 
 
 @usage_app.command("report")
 def usage_report(
     by: Annotated[
-        str, typer.Option("--by", metavar="WHAT", help="team, tier, model, day, key; several with commas.")
+        str,
+        typer.Option("--by", metavar="WHAT", help="team, tier, model, day, key; several with commas; '' is one total."),
     ] = "team",
     team: Annotated[str | None, typer.Option("--team", metavar="TEAM", help="Only this team.")] = None,
     from_text: From = None,
     to_text: To = None,
-    output_format: FormatOption = "table",
+    zone: Zone = "UTC",
+    output_format: UsageFormat = "table",
+    out: Out = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Requests, tokens and device seconds from the ledger."""
-    as_json = as_json or output_format == "json"
-    with reporting(as_json):
+    output_format = "json" if as_json else output_format
+    with reporting(output_format == "json"):
         dimensions = [name.strip() for name in by.split(",") if name.strip()]
 
         async def read() -> dict[str, Any]:
             from gateway.reports_reader import open_reports
 
-            async with open_reports(data_dir_of(data_dir), from_text, to_text) as reports:
+            async with open_reports(data_dir_of(data_dir), from_text, to_text, zone=zone) as reports:
                 return await reports.usage(dimensions, team)
 
         report = asyncio.run(read())
-        if as_json:
-            print_json(report)
-            return
-        total = dict.fromkeys(dimensions[:1], "total") | report["total"]
-        rows = [*report["data"], total] if dimensions else [total]
-        unhappy = [name for name in _UNHAPPY if report["total"][name]]
-        columns = [*dimensions, "requests", "ok", *unhappy, *_USAGE_COLUMNS]
-        print_table(rows, columns, title=f"usage {cell(report['from'])} - {cell(report['to'])}")
+        from gateway import report_text
+
+        write = {"json": report_text.write_json, "csv": report_text.write_usage_csv, "table": report_text.write_usage}
+        _emit(out, lambda: write[output_format](report))
 
 
 @fairness_app.command("report")
 def fairness_report(
     from_text: From = None,
     to_text: To = None,
-    output_format: FormatOption = "table",
+    zone: Zone = "UTC",
+    output_format: FairnessFormat = "table",
+    out: Out = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Share against entitlement, counting only the seconds in which a team was backlogged."""
-    as_json = as_json or output_format == "json"
-    with reporting(as_json):
+    """What teams got against what they were entitled to, while backlogged; pauses against their bounds; who paid."""
+    output_format = "json" if as_json else output_format
+    with reporting(output_format == "json"):
 
-        async def read() -> dict[str, Any]:
+        async def read() -> tuple[dict[str, Any], dict[str, Any]]:
             from gateway.reports_reader import open_reports
 
-            async with open_reports(data_dir_of(data_dir), from_text, to_text) as reports:
-                return await reports.fairness()
+            async with open_reports(data_dir_of(data_dir), from_text, to_text, zone=zone) as reports:
+                return await reports.fairness(), {} if output_format == "table" else await reports.series()
 
-        report = asyncio.run(read())
-        if as_json:
-            print_json(report)
-            return
-        print_table(report["data"], _FAIRNESS_COLUMNS, title=f"fairness {cell(report['from'])} - {cell(report['to'])}")
-        jain = report["jain_weighted"]
-        print("weighted Jain index: " + ("no team was backlogged" if jain is None else f"{jain:.3f}"))
+        report, series = asyncio.run(read())
+
+        def write() -> None:
+            from gateway import report_text
+
+            if output_format == "json":
+                report_text.write_json({**report, "series": series})
+            elif output_format == "html":
+                from gateway.report_fairness import render_fairness
+
+                print(render_fairness(report, series))
+            else:
+                report_text.write_fairness(report)
+
+        _emit(out, write)
+
+
+def _emit(out: Path | None, write: Callable[[], None]) -> None:
+    """Run `write`, which prints, to the terminal or into `out`; a file is there whole or not at all.
+
+    Raises CommandError.
+    """
+    text = io.StringIO(newline="")
+    with contextlib.redirect_stdout(text):
+        write()
+    if out is None:
+        sys.stdout.write(text.getvalue())
+        return
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.write_text(text.getvalue(), encoding="utf-8", newline="")
+        partial.replace(out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CommandError(f"{out} cannot be written: {error.strerror}", code="out_unwritable") from None
+    print(f"written: {out}", file=sys.stderr)
 
 
 def simulate(

@@ -20,6 +20,7 @@ from policies.cost import StepProfile
 TEAM_TIERS = {"support": "gold", "dev": "silver", "reports": "bronze"}
 OTHER_TIER = "silver"
 PATIENCE_SECONDS = 3600
+LEDGER_FIGURES = ("preemptions", "swaps", "recomputes", "promotions", "device_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class RunOptions:
     vocab_size: int
     question: str = ""
     weights: Mapping[str, int] = field(default_factory=dict)  # of tiers; those not named keep their default
+    kv_memory: str = ""  # as --kv-memory; "" is the server's default
+    host_kv_memory: str = ""
 
 
 async def _make_teams(admin: AdminClient, teams: Sequence[str], weights: Mapping[str, int]) -> dict[str, str]:
@@ -84,10 +87,22 @@ def run_policy(
         target = Target(server.host, server.port, served_model, keys, options.vocab_size)
         return answer, await replay(rows, target, on_done=on_done), status
 
-    serve_options = ["--policy", policy, "--engine", options.engine, "--model", options.model]
-    with ServerProcess(data_dir, [*serve_options, "--max-batch-size", options.max_batch_size]) as server:
+    with ServerProcess(data_dir, serve_options(policy, options)) as server:
         answer, outcomes, status = asyncio.run(play(server))
     return _document(policy, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams)
+
+
+def serve_options(policy: str, options: RunOptions) -> list[str]:
+    """Flags of `terazi serve` for this run."""
+    flags = {
+        "--policy": policy,
+        "--engine": options.engine,
+        "--model": options.model,
+        "--max-batch-size": options.max_batch_size,
+        "--kv-memory": options.kv_memory,
+        "--host-kv-memory": options.host_kv_memory,
+    }
+    return [text for flag, value in flags.items() if value for text in (flag, value)]
 
 
 async def _reports(data_dir: Path) -> dict[str, Any]:
@@ -99,12 +114,6 @@ async def _reports(data_dir: Path) -> dict[str, Any]:
 def _alone_seconds(profile: StepProfile, row: TraceRequest) -> float:
     """Modelled time of this request alone on the device, under the default chunking."""
     return isolated_us(profile, EngineConfig(), row.prompt_tokens, row.output_tokens) / 1e6
-
-
-def _from_zero(series: dict[str, Any]) -> dict[str, Any]:
-    """Service samples with seconds since the first one."""
-    start = series["at"][0] if series["at"] else 0.0
-    return {"t": [at - start for at in series["at"]], "served": series["served"], "entitled": series["entitled"]}
 
 
 def _document(
@@ -132,14 +141,14 @@ def _document(
                 "failed": one["failed"],
                 "ttft_mean": (one["ttft_seconds"] or {}).get("mean"),
                 "ttft_p95": (one["ttft_seconds"] or {}).get("p95"),
+                "ttft_p99": (one["ttft_seconds"] or {}).get("p99"),
                 "jct_mean": (one["jct_seconds"] or {}).get("mean"),
                 "jct_p95": (one["jct_seconds"] or {}).get("p95"),
                 "slowdown_mean": (slowdown or {}).get("mean"),
                 "slowdown_p95": (slowdown or {}).get("p95"),
                 "share": fairness.get(team, {}).get("share"),
                 "entitled": fairness.get(team, {}).get("entitled"),
-                "preemptions": usage.get(team, {}).get("preemptions"),
-                "device_seconds": usage.get(team, {}).get("device_seconds"),
+                **{name: usage.get(team, {}).get(name) for name in LEDGER_FIGURES},
             }
         )
     return {
@@ -152,6 +161,7 @@ def _document(
         "late_max_seconds": summary["late_max_seconds"],
         "all": summary["all"],
         "teams": table,
-        "series": _from_zero(reports["series"]),
+        "fairness": reports["fairness"],
+        "series": reports["series"],
         "samples": {"jct": {t: [o.jct for o in outcomes if o.row.team == t and o.error is None] for t in teams}},
     }

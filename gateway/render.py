@@ -13,7 +13,7 @@ from typing import Any
 EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_CONFLICT, EXIT_DENIED, EXIT_UNREACHABLE = 1, 2, 3, 4, 5, 6
 
 
-_MOMENT = re.compile(r"\b([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2})\.[0-9]+Z", re.ASCII)
+_MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.\d+(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
 class CommandError(Exception):
@@ -81,11 +81,18 @@ def cell(value: Any) -> str:
         return f"{value:.3f}"
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
-    return _MOMENT.sub(r"\1Z", str(value))
+    return _MOMENT.sub(r"\1\2", str(value))
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, title: str = "") -> None:
+def print_table(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[str] | None = None,
+    title: str = "",
+    *,
+    has_total: bool = False,
+) -> None:
     """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup.
+    With `has_total` a rule stands before the last row.
 
     What is too wide for the terminal gets headers of a word a line; else is turned on its side, a column for each row;
     else becomes one record after the other. No value is ever cut or folded.
@@ -111,7 +118,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None
         ([[name.replace(" ", "\n") for name in names], *cells], numeric),
         (sideways, [False] + [True] * len(rows)),
     ):
-        table = _table(lines, is_right)
+        table = _table(lines, is_right, has_total and lines is not sideways)
         if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
             with console.capture() as captured:
                 console.print(table)
@@ -123,7 +130,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None
     print()
 
 
-def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool]) -> Any:
+def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool], has_total: bool) -> Any:
     """The first line is the header."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -132,8 +139,8 @@ def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool]) -> Any:
     table = Table(box=SIMPLE_HEAD)
     for name, right in zip(lines[0], is_right, strict=True):
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*(Text(text) for text in line))
+    for place, line in enumerate(lines[1:], start=2):
+        table.add_row(*(Text(text) for text in line), end_section=has_total and place == len(lines) - 1)
     return table
 
 

@@ -1,113 +1,136 @@
-"""The demo's page: one self-contained HTML file with inline SVG, no script, nothing fetched. All text is escaped."""
+"""A report as one self-contained HTML page: no script, nothing fetched, light and dark, printable. Text is escaped.
 
-import json
-from dataclasses import dataclass
+A page is a value: tiles, sections, figures and tables. `gateway.report_fairness` and `gateway.report_demo` make them
+from numbers; here they become markup.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
-
-from gateway import svg
-from gateway.render import cell
-
-LICENCE = (
-    "The trace is sampled from the Azure LLM inference trace 2023 (github.com/Azure/AzurePublicDataset; Patel et al., "
-    "Splitwise, ISCA 2024), licence CC-BY-4.0; lengths scaled, teams assigned and bursts added by Terazi."
-)
-COLUMNS = {
-    "team": "team",
-    "policy": "policy",
-    "requests": "requests",
-    "ttft_mean": "TTFT mean",
-    "ttft_p95": "TTFT p95",
-    "jct_mean": "JCT mean",
-    "jct_p95": "JCT p95",
-    "slowdown_mean": "slowdown mean",
-    "share": "share",
-    "entitled": "entitled",
-    "preemptions": "preemptions",
-}
+from urllib.parse import quote
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
-    """A figure and the sentence under it."""
+class Cell:
+    """Text of a table, with a tone (`good`, `bad`, `quiet`) and how dark its background is, 0..1."""
 
-    svg: Any  # Markup
+    text: str
+    tone: str = ""
+    heat: float = 0.0
+    is_text: bool = False  # left-aligned; numbers stand right
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Column names with their units, and rows of cells or plain strings. The first column heads its row."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell | str]]
+    num_text: int = 1  # leading columns of text
+    note: str = ""
+    is_matrix: bool = False
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """Every cell as a Cell."""
+        return [
+            [
+                cell if isinstance(cell, Cell) else Cell(cell, is_text=place < self.num_text)
+                for place, cell in enumerate(row)
+            ]
+            for row in self.rows
+        ]
+
+    @property
+    def text_columns(self) -> set[int]:
+        """The columns whose cells are text, so that the header stands over them."""
+        texts = [place for place, cell in enumerate(self.cells[0]) if cell.is_text] if self.rows else []
+        return {*range(self.num_text), *texts}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawing (`gateway.svg`, whose text is escaped there), what to see in it, and its numbers as a CSV link."""
+
+    title: str
+    drawing: str
     caption: str
+    legend: str = ""
+    unit: str = ""
+    csv_name: str = ""
+    csv_href: str = ""
+    is_wide: bool = False
+
+    @property
+    def markup(self) -> Any:
+        """The drawing as markup."""
+        return _markup(self.drawing)
+
+    @property
+    def legend_markup(self) -> Any:
+        """The legend as markup."""
+        return _markup(self.legend)
 
 
-def table_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The per-team table: each team's rows of all policies side by side."""
-    teams = list(dict.fromkeys(row["team"] for run in report["runs"] for row in run["teams"]))
-    return [
-        {name: {"policy": run["policy"], **row}.get(name) for name in COLUMNS}
-        for team in teams
-        for run in report["runs"]
-        for row in run["teams"]
-        if row["team"] == team
-    ]
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading with a sentence, its figures and its tables."""
+
+    anchor: str
+    title: str
+    lead: str
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    panels: Sequence[Figure] = ()  # small figures of one kind, with one caption for all
+    panels_caption: str = ""
+    quote: str = ""
 
 
-def render(report: dict[str, Any]) -> str:
-    """The page of a demo report (see `gateway.demo`)."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One headline number."""
+
+    name: str
+    value: str
+    note: str
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The whole document."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile]
+    sections: Sequence[Section]
+    warnings: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    footer: Sequence[str] = ()
+
+
+def render_page(page: Page) -> str:
+    """The document as text."""
     from jinja2 import Environment, StrictUndefined
 
     template = (files("gateway") / "data" / "report.html.jinja").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    rows = table_rows(report)
-    errors = [error for run in report["runs"] for error in run["errors"]]
-    return environment.from_string(template).render(
-        title="Terazi: one trace, two orders",
-        lead=report["lead"],
-        failed=sum(run["failed"] for run in report["runs"]),
-        first_error=errors[0] if errors else "",
-        facts=list(report["facts"].items()),
-        question=report["question"],
-        answer=report["answer"],
-        columns=list(COLUMNS.values()),
-        rows=[[cell(row[name]) for name in COLUMNS] for row in rows],
-        plots=_plots(report, rows),
-        figures=json.dumps({**report, "runs": [_without_series(run) for run in report["runs"]]}, indent=1),
-        licence=LICENCE,
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(page=page)
 
 
-def _without_series(run: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if name not in ("series", "samples")}
+def csv_href(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A `data:` link to these rows as CSV."""
+    from gateway.report_csv import write_csv
+
+    text = io.StringIO()
+    write_csv(text, columns, [dict(zip(columns, row, strict=True)) for row in rows])
+    return "data:text/csv;charset=utf-8," + quote(text.getvalue())
 
 
-def _plots(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[Plot]:
+def _markup(text: str) -> Any:
     from markupsafe import Markup
 
-    def plot(drawing: str, caption: str) -> Plot:
-        return Plot(Markup(drawing), caption)  # the drawing's own text is escaped in gateway.svg
-
-    def by_team(name: str) -> dict[str, dict[str, float | None]]:
-        grouped: dict[str, dict[str, float | None]] = {}
-        for row in rows:
-            grouped.setdefault(row["team"], {})[row["policy"]] = row[name]
-        return grouped
-
-    plots = [
-        plot(svg.bars("Mean time to the whole answer", "seconds", by_team("jct_mean")), "Lower is better."),
-        plot(svg.bars("Mean time to the first token", "seconds", by_team("ttft_mean")), "Lower is better."),
-        plot(svg.bars("Mean slowdown", "times", by_team("slowdown_mean")), "1 is alone on the device."),
-    ]
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for team in by_team("jct_mean"):
-        for run in report["runs"]:
-            curves[f"{team}, {run['policy']}"] = svg.cumulative(run["samples"]["jct"].get(team, []))
-    plots.append(
-        plot(
-            svg.lines("Share of answers done within x seconds", "seconds", "share of answers", curves),
-            "Further left is better. Every second line is dashed.",
-        )
-    )
-    served = (team for run in report["runs"] for team in run["series"]["served"])
-    teams = list(dict.fromkeys([*by_team("jct_mean"), *served]))
-    for run in report["runs"]:
-        series = run["series"]
-        nothing = [0.0] * len(series["t"])
-        layers = {team: series["served"].get(team, nothing) for team in teams}  # a team has one colour in all plots
-        drawing = svg.stacked(f"Device time by team under {run['policy']}", "seconds", series["t"], layers)
-        plots.append(plot(drawing, "Each team's part of every second's device time."))
-    return plots
+    return Markup(text)

@@ -13,7 +13,7 @@ from tenants import reports, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_path
 from tenants.errors import Invalid, NotFound, TenantError
-from tenants.periods import Period, parse_period
+from tenants.periods import DEFAULT_TIME_ZONE, Period, parse_period
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ async def open_reports(
     from_text: str | None = None,
     to_text: str | None = None,
     *,
+    zone: str = DEFAULT_TIME_ZONE,
     environment: Mapping[str, str] = os.environ,
 ) -> AsyncIterator[Reports]:
     """Raises CommandError for a store that is not there, cannot be read or is of another version, or a bad period."""
@@ -60,7 +61,7 @@ async def open_reports(
             raise CommandError(
                 f"there is no database in {data_dir}: no server has run there", EXIT_NOT_FOUND, "not_found"
             )
-        period = parse_period(from_text, to_text, wall_clock_us())
+        period = parse_period(from_text, to_text, wall_clock_us(), zone)
         database = Database.read_only(url)
     except Invalid as error:
         raise CommandError(error.message, EXIT_USAGE, error.code) from None

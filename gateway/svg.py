@@ -1,156 +1,212 @@
-"""Small plots as inline SVG: grouped bars, lines, stacked areas. Pure: numbers in, markup out, all text escaped.
+"""Plots for reports as HTML with inline SVG: numbers in, markup out, all text escaped, no script.
 
-Colours are told apart by the common kinds of colour blindness, and every plot has a title that says what it shows.
+What is drawn lies in an SVG box that is stretched to the width there is; labels are HTML beside it, so they keep their
+size on a phone. Colours are classes (`c0` … `c11`, `cx` for the others), whose values the page's style sheet has for
+light and dark. Every plot is one `role="img"` with a name that says what it shows.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
 
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-WIDTH, HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 44
+NUM_COLOURS = 12
+_BOX = 1000  # the drawing's own units, both ways
+Ticks = Sequence[tuple[float, str]]  # (0..1 along the axis, label)
 
 
-def bars(title: str, unit: str, groups: Mapping[str, Mapping[str, float | None]]) -> str:
-    """Grouped bars: {group: {series: value}}. A missing value is a gap."""
-    series = list(dict.fromkeys(name for values in groups.values() for name in values))
-    top = _nice(max((v for values in groups.values() for v in values.values() if v is not None), default=0.0))
-    parts = [_axis(top, unit)]
-    slot = _plot_width() / max(1, len(groups))
-    bar = slot * 0.8 / max(1, len(series))
-    for position, (group, values) in enumerate(groups.items()):
-        left = _LEFT + position * slot + slot * 0.1
-        for index, name in enumerate(series):
-            value = values.get(name)
-            if value is None:
-                continue
-            y = _y(value, top)
-            x = left + index * bar
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar * 0.92:.1f}" height="{HEIGHT - _BOTTOM - y:.1f}" '
-                f'fill="{_colour(index)}"><title>{escape(f"{group}, {name}: {value:.3g} {unit}")}</title></rect>'
-                f'<text x="{x + bar * 0.46:.1f}" y="{y - 4:.1f}" class="v">{value:.3g}</text>'
-            )
-        parts.append(f'<text x="{left + slot * 0.4:.1f}" y="{HEIGHT - _BOTTOM + 16}" class="c">{escape(group)}</text>')
-    summary = "; ".join(
-        f"{group}: " + ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None)
-        for group, values in groups.items()
+def colour(index: int) -> str:
+    """The class of the index-th team; those beyond the palette share one."""
+    return f"c{index}" if 0 <= index < NUM_COLOURS else "cx"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points (x, y) in 0..1 of each axis; a None y is a gap. `is_step`: y holds until the next x."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float | None]]
+    is_step: bool = False
+    is_filled: bool = False  # an area down to the axis instead of a line
+    dash: str = ""  # "", dashed or dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One line of a bar chart. Values and mark share the chart's unit; text is what stands at its end."""
+
+    label: str
+    values: Sequence[tuple[float, str]]  # (length, colour class), one after the other
+    text: str
+    mark: float | None = None  # a tick: what the bar is compared with
+    is_bad: bool = False
+    is_first: bool = False  # of a group
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Median to 95th percentile, with the maximum."""
+
+    label: str
+    p50: float
+    p95: float
+    most: float
+    text: str
+    colour: str = "soft-line"
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Legend:
+    """Names beside their colours; a dash is drawn as one."""
+
+    entries: Sequence[tuple[str, str, str]] = field(default_factory=tuple)  # name, colour class, dash
+
+    def __str__(self) -> str:
+        keys = "".join(
+            f'<li><span class="key {tone} {dash}"></span>{escape(name)}</li>' for name, tone, dash in self.entries
+        )
+        return f'<ul class="legend">{keys}</ul>' if keys else ""
+
+
+def chart(name: str, curves: Sequence[Curve], x_ticks: Ticks, y_ticks: Ticks, *, bands: Ticks = ()) -> str:
+    """Curves over a grid. `bands` are (start, width as text) in 0..1 and lie behind everything."""
+    shade = "".join(
+        f'<rect class="band" x="{x * _BOX:.1f}" y="0" width="{float(width) * _BOX:.1f}" height="{_BOX}"/>'
+        for x, width in bands
     )
-    return _svg(title, f"{title} ({unit}). {summary}", parts, series)
-
-
-def lines(title: str, x_unit: str, y_unit: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """One line a series of (x, y) points."""
-    points = [point for curve in curves.values() for point in curve]
-    right = max((x for x, _ in points), default=0.0) or 1.0
-    top = _nice(max((y for _, y in points), default=0.0))
-    parts = [_axis(top, y_unit), _x_axis(right, x_unit)]
-    for index, curve in enumerate(curves.values()):
-        path = " ".join(f"{_x(x, right):.1f},{_y(y, top):.1f}" for x, y in curve)
-        dash = ' stroke-dasharray="6 4"' if index % 2 else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{_colour(index)}" stroke-width="2"{dash}/>')
-    summary = "; ".join(f"{name}: {len(curve)} points" for name, curve in curves.items())
-    return _svg(title, f"{title}: {y_unit} over {x_unit}. {summary}", parts, list(curves))
-
-
-def stacked(title: str, x_unit: str, times: Sequence[float], layers: Mapping[str, Sequence[float]]) -> str:
-    """Stacked shares over time, a second each: the layers' parts of the sum. Seconds without a sum stay empty."""
-    right = max(times, default=0.0) + 1.0
-    parts = [_axis(1.0, "share"), _x_axis(right, x_unit)]
-    totals = [sum(values[i] for values in layers.values()) for i in range(len(times))]
-    width = _plot_width() / right
-    below = [0.0] * len(times)
-    for index, values in enumerate(layers.values()):
-        for i, value in enumerate(values):
-            if totals[i] <= 0 or value <= 0:
-                continue
-            low, high = below[i], below[i] + value / totals[i]
-            parts.append(
-                f'<rect x="{_x(times[i], right):.1f}" y="{_y(high, 1.0):.1f}" width="{width + 0.3:.1f}" '
-                f'height="{_y(low, 1.0) - _y(high, 1.0):.1f}" fill="{_colour(index)}"/>'
-            )
-            below[i] = high
-    whole = sum(totals) or 1.0
-    summary = ", ".join(f"{name} {sum(values) / whole:.0%}" for name, values in layers.items())
-    return _svg(title, f"{title}. Over the whole run: {summary}", parts, list(layers))
-
-
-def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Steps of the share of values that are at most x."""
-    ordered = sorted(values)
-    steps = [(value, (rank + up) / len(ordered)) for rank, value in enumerate(ordered) for up in (0, 1)]
-    return [(0.0, 0.0), *steps] if steps else []
-
-
-def _svg(title: str, alternative: str, parts: Sequence[str], legend: Sequence[str]) -> str:
-    keys: list[str] = []
-    row, x = 0, _LEFT
-    places = []
-    for name in legend:
-        width = 26 + 7 * len(name)
-        if x > _LEFT and x + width > WIDTH:
-            row, x = row + 1, _LEFT
-        places.append((row, x, name))
-        x += width
-    above = 14 * row  # further rows of the legend grow upwards
-    for index, (line, x, name) in enumerate(places):
-        y = 20 - above + 14 * line
-        keys.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{_colour(index)}"/>')
-        keys.append(f'<text x="{x + 14}" y="{y + 9}" class="k">{escape(name)}</text>')
+    grid = "".join(f'<path class="grid" d="M0 {_y(y)}H{_BOX}"/>' for y, _ in y_ticks)
+    drawn = "".join(_curve(curve) for curve in curves)
+    ys = "".join(f'<span style="bottom:{100 * y:.2f}%">{escape(label)}</span>' for y, label in y_ticks)
+    xs = "".join(f'<span class="{_edge(x)}" style="left:{100 * x:.2f}%">{escape(label)}</span>' for x, label in x_ticks)
     return (
-        f'<svg viewBox="0 {-above} {WIDTH} {HEIGHT + above}" role="img" '
-        f'aria-label="{escape(alternative, quote=True)}" xmlns="http://www.w3.org/2000/svg">'
-        f"<title>{escape(alternative)}</title>"
-        f'<text x="{_LEFT}" y="{13 - above}" class="t">{escape(title)}</text>{"".join(keys)}{"".join(parts)}</svg>'
+        f'<div class="chart" role="img" aria-label="{escape(name, quote=True)}"><div class="ys">{ys}</div>'
+        f'<svg viewBox="0 0 {_BOX} {_BOX}" preserveAspectRatio="none" aria-hidden="true">'
+        f'<title>{escape(name)}</title>{shade}{grid}{drawn}</svg><div class="xs">{xs}</div></div>'
     )
 
 
-def _axis(top: float, unit: str) -> str:
-    lines_of_grid = []
-    for quarter in range(5):
-        value = top * quarter / 4
-        y = _y(value, top)
-        lines_of_grid.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="g"/>')
-        lines_of_grid.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="y">{value:.3g}</text>')
-    middle = (HEIGHT - _BOTTOM + _TOP) / 2
-    lines_of_grid.append(f'<text transform="translate(14 {middle:.0f}) rotate(-90)" class="c">{escape(unit)}</text>')
-    return "".join(lines_of_grid)
+def bars(name: str, rows: Sequence[Bar], top: float) -> str:
+    """Horizontal bars on one scale from 0 to `top`, each with a mark where it has one."""
+    scale = _BOX / top if top > 0 else 0.0
+    lines = []
+    for row in rows:
+        left, parts = 0.0, []
+        for value, tone in row.values:
+            width = max(0.0, min(value * scale, _BOX - left))
+            parts.append(f'<rect class="{tone} fill" x="{left:.1f}" y="2" width="{width:.1f}" height="16"/>')
+            left += width
+        if row.mark is not None:
+            at = min(row.mark * scale, _BOX)
+            parts.append(f'<path class="mark" d="M{at:.1f} 0V20"/>')
+        lines.append(_row(row.label, "".join(parts), row.text, is_bad=row.is_bad, is_first=row.is_first))
+    return f'<div class="bars" role="img" aria-label="{escape(name, quote=True)}">{"".join(lines)}</div>'
 
 
-def _x_axis(right: float, unit: str) -> str:
-    step = _nice(right / 8)
-    ticks = [
-        f'<text x="{_x(step * i, right):.1f}" y="{HEIGHT - _BOTTOM + 16}" class="c">{step * i:.3g}</text>'
-        for i in range(math.floor(right / step) + 1)
-    ]
-    label = f'<text x="{_LEFT + _plot_width() / 2:.0f}" y="{HEIGHT - 10}" class="c">{escape(unit)}</text>'
-    return "".join(ticks) + label
+def ranges(name: str, rows: Sequence[Range], unit: str) -> str:
+    """Horizontal ranges on one logarithmic scale: a thick line from p50 to p95, a thin one to the maximum."""
+    values = [value for row in rows for value in (row.p50, row.p95, row.most) if value > 0]
+    low = math.floor(math.log10(min(values))) if values else 0
+    high = max(low + 1, math.ceil(math.log10(max(values)))) if values else 1
+
+    def place(value: float) -> float:
+        return _BOX * (max(low, math.log10(value)) - low) / (high - low) if value > 0 else 0.0
+
+    grid = "".join(f'<path class="grid" d="M{_BOX * i / (high - low):.1f} 0V20"/>' for i in range(high - low + 1))
+    lines = []
+    for row in rows:
+        p50, p95, most = place(row.p50), place(row.p95), place(row.most)
+        drawing = (
+            f'{grid}<path class="{row.colour} thin" d="M{p50:.1f} 10H{most:.1f}"/>'
+            f'<path class="{row.colour} thick" d="M{p50:.1f} 10H{max(p95, p50 + 4):.1f}"/>'
+            f'<path class="mark" d="M{p50:.1f} 3V17"/><path class="{row.colour} thin" d="M{most:.1f} 5V15"/>'
+        )
+        lines.append(_row(row.label, drawing, row.text, is_first=row.is_first))
+    powers = range(low, high + 1, max(1, math.ceil((high - low) / 5)))
+    ticks = "".join(
+        f'<span class="{_edge((i - low) / (high - low))}" style="left:{100 * (i - low) / (high - low):.2f}%">'
+        f"{escape(power_of_ten(i))}</span>"
+        for i in powers
+    )
+    return (
+        f'<div class="bars ranges" role="img" aria-label="{escape(name, quote=True)}">{"".join(lines)}'
+        f'<div class="row axis"><span></span><span class="xs">{ticks}</span><span>{escape(unit)}</span></div></div>'
+    )
 
 
-def _plot_width() -> float:
-    return WIDTH - _LEFT - _RIGHT
+def power_of_ten(exponent: int) -> str:
+    """10^exponent as plain digits."""
+    return f"{10**exponent:,}" if exponent >= 0 else f"{10.0**exponent:.{-exponent}f}"
 
 
-def _x(value: float, right: float) -> float:
-    return _LEFT + _plot_width() * value / right
-
-
-def _y(value: float, top: float) -> float:
-    return HEIGHT - _BOTTOM - (HEIGHT - _BOTTOM - _TOP) * min(1.0, value / top)
-
-
-def _nice(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8, 10 times a power of ten."""
-    if value <= 0:
+def nice(value: float) -> float:
+    """The next of 1, 2, 2.5, 5, 10 times a power of ten; 1 for what is not positive."""
+    if value <= 0 or not math.isfinite(value):
         return 1.0
-    power = 1.0
-    while power * 10 <= value:
-        power *= 10
-    while power > value:
-        power /= 10
-    return next(power * step for step in (1, 2, 4, 5, 8, 10) if power * step >= value)
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * step for step in (1, 2, 2.5, 5, 10) if power * step >= value * (1 - 1e-12))
 
 
-def _colour(index: int) -> str:
-    return PALETTE[index % len(PALETTE)]
+def value_ticks(top: float, count: int = 4) -> list[tuple[float, str]]:
+    """Round labels from 0 to `top`, which should be `nice`."""
+    step = top / count
+    places = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    while places < 6 and abs(round(step, places) - step) > step * 1e-6:
+        places += 1
+    return [(i / count, f"{step * i:,.{places}f}") for i in range(count + 1)]
+
+
+def cumulative(values: Sequence[float], right: float) -> list[tuple[float, float | None]]:
+    """Steps of the share of values that are at most x, with x in parts of `right`."""
+    ordered = sorted(values)
+    if not ordered or right <= 0:
+        return []
+    steps = [(value / right, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)]
+    return [(0.0, 0.0), *steps, (1.0, 1.0)]
+
+
+def _row(label: str, drawing: str, text: str, *, is_bad: bool = False, is_first: bool = False) -> str:
+    classes = "row" + (" bad" if is_bad else "") + (" first" if is_first else "")
+    return (
+        f'<div class="{classes}"><span class="name">{escape(label)}</span>'
+        f'<svg viewBox="0 0 {_BOX} 20" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
+        f'<span class="value">{escape(text)}</span></div>'
+    )
+
+
+def _curve(curve: Curve) -> str:
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in curve.points:
+        if y is None:
+            if pieces[-1]:
+                # a step lasts until the point that ends it
+                if curve.is_step:
+                    pieces[-1].append((x, pieces[-1][-1][1]))
+                pieces.append([])
+        else:
+            pieces[-1].append((x, y))
+    paths = "".join(_path(piece, curve.is_step, curve.is_filled) for piece in pieces if piece)
+    if not paths:
+        return ""
+    kind = "area" if curve.is_filled else f"line {curve.dash}"
+    return f'<path class="{curve.colour} {kind}" d="{paths}"/>'
+
+
+def _path(piece: Sequence[tuple[float, float]], is_step: bool, is_filled: bool) -> str:
+    x0, y0 = piece[0]
+    parts = [f"M{x0 * _BOX:.1f} {_y(y0)}"]
+    for x, y in piece[1:]:
+        parts.append(f"H{x * _BOX:.1f}V{_y(y)}" if is_step else f"L{x * _BOX:.1f} {_y(y)}")
+    if is_filled:
+        parts.append(f"V{_BOX}H{x0 * _BOX:.1f}Z")
+    return "".join(parts)
+
+
+def _y(value: float) -> str:
+    return f"{_BOX * (1 - max(0.0, min(1.0, value))):.1f}"
+
+
+def _edge(x: float) -> str:
+    """Labels at the ends stay inside the picture."""
+    return "start" if x < 0.04 else "end" if x > 0.96 else ""

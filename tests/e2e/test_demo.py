@@ -45,11 +45,14 @@ def test_the_demo_compares_both_policies_and_writes_a_page(tmp_path: Path, cache
         ]
         assert all(row["jct_mean"] > row["ttft_mean"] > 0 for row in run["teams"])
         assert all(row["slowdown_mean"] > 0 and row["device_seconds"] > 0 for row in run["teams"])
+        assert run["fairness"]["object"] == "fairness_report"
+        assert {row["team"] for row in run["fairness"]["data"]} == {"support", "dev", "reports"}
     fcfs, ours = report["runs"]
     assert sum(row["preemptions"] for row in fcfs["teams"]) == 0
     assert sum(row["preemptions"] for row in ours["teams"]) > 0
     page = (tmp_path / "demo-out" / "report.html").read_text("utf-8")
-    assert page.count("<svg") == 6
+    assert "Both orders side by side" in page and "Longest pause of a request" in page
+    assert f"{ours['fairness']['jain_weighted']:.3f}" in page
     assert "CC-BY-4.0" in page
 
 

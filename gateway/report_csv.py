@@ -1,0 +1,30 @@
+"""CSV as spreadsheets and pandas read it (RFC 4180): CRLF, a header row, quotes where they are needed.
+
+Text that a spreadsheet would take for a formula is made text by an apostrophe before it (OWASP, "CSV Injection");
+numbers stay numbers, also negative ones. None is an empty cell.
+"""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def write_csv(out: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """The header and one line for each row; a column that a row lacks is empty. `out` must not translate newlines."""
+    writer = csv.writer(out, lineterminator="\r\n")
+    writer.writerow([_cell(column) for column in columns])
+    for row in rows:
+        writer.writerow([_cell(row.get(column)) for column in columns])
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)  # all digits, so that sums come out
+    text = str(value)
+    return "'" + text if text.startswith(_FORMULA) else text

@@ -1,0 +1,107 @@
+"""How a report's numbers, verdicts and teams are shown."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, tzinfo
+from typing import Any
+
+from gateway import svg
+from gateway.report_html import Cell
+
+Report = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+def number(value: float | None, places: int, factor: float = 1.0) -> str:
+    """With thousands separators; an en dash for None."""
+    return "–" if value is None else f"{value * factor:,.{places}f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number."""
+    return number(value, 0)
+
+
+def percent(value: float | None) -> str:
+    """0.413 is 41.3 %."""
+    return "–" if value is None else f"{value * 100:.1f} %"
+
+
+def part_of(value: float | None, whole: float | None) -> str:
+    """How much of a bound is used."""
+    return percent(value / whole) if value is not None and whole else "–"
+
+
+def seconds(value: float | None) -> str:
+    """With the unit, and as many digits as one reads."""
+    if value is None:
+        return "–"
+    if value < 0.1:
+        return f"{value * 1000:.1f} ms"
+    if value < 120:
+        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def span(value: float) -> str:
+    """A whole length of time, as an axis says it."""
+    for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
+        if value >= length and value % length == 0:
+            return f"{value / length:g} {unit}"
+    return f"{value:g} s"
+
+
+def bound_text(value: float | None) -> str:
+    """A bound as a tile says it."""
+    return f"bound {seconds(value)}" if value else "no bound"
+
+
+def size(num_bytes: float) -> str:
+    """Binary units."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+def moment(text: str | None, zone: tzinfo) -> str:
+    """A report's ISO moment, to the minute, in `zone`."""
+    if text is None:
+        return "–"
+    return datetime.fromisoformat(text).astimezone(zone).strftime("%-d %B %Y %H:%M")
+
+
+def is_broken(measured: float | None, bound: float | None) -> bool:
+    """Is there a bound, and is it passed?"""
+    return bool(bound) and measured is not None and measured > float(bound or 0)
+
+
+def mark(measured: float | None, bound: float | None) -> Cell:
+    """The verdict on one promise."""
+    if measured is None:
+        return Cell("– nothing measured", "quiet", is_text=True)
+    if not bound:
+        return Cell("– no bound", "quiet", is_text=True)
+    return Cell("✗ violated", "bad", is_text=True) if measured > bound else Cell("✓ ok", "good", is_text=True)
+
+
+def shown_teams(report: Report) -> list[str]:
+    """The teams with a colour of their own: those with the most device seconds, in the report's order."""
+    if len(report["data"]) <= svg.NUM_COLOURS:
+        return [row["team"] for row in report["data"]]
+    largest = sorted(report["data"], key=lambda row: (-row["device_seconds"], str(row["team"])))[: svg.NUM_COLOURS - 1]
+    names = {row["team"] for row in largest}
+    return [row["team"] for row in report["data"] if row["team"] in names]
+
+
+def tone(team: str, teams: Sequence[str]) -> str:
+    """The colour class of a team, the same in every figure of a page."""
+    return svg.colour(list(teams).index(team)) if team in teams else svg.colour(-1)
+
+
+def sum_of(rows: Rows, name: str) -> int:
+    return sum(row[name] or 0 for row in rows)
+
+
+def alt(what: str, bars: Sequence[svg.Bar]) -> str:
+    return f"{what}. " + ("; ".join(f"{bar.label}: {bar.text}" for bar in bars) or "Nothing to show") + "."

@@ -1,0 +1,150 @@
+"""Reports as text on stdout: JSON, CSV, and tables for a terminal."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.render import cell, print_json, print_table
+from gateway.report_csv import write_csv
+
+_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
+_COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
+_USAGE_COLUMNS = ["prompt_tokens", "output_tokens", "device_seconds"]
+_USAGE_TIMES = ["ttft_p50_seconds", "ttft_p95_seconds", "jct_p50_seconds", "jct_p95_seconds"]
+Report = Mapping[str, Any]
+
+
+def write_json(report: Report) -> None:
+    """One document with every key."""
+    print_json(report)
+
+
+def write_usage_csv(report: Report) -> None:
+    """A header with the JSON document's keys and one line for each of its data rows, also when there is none.
+
+    There is no total line, so a column may be summed; the total is the one line of a report by nothing.
+    """
+    columns = [*report["by"], *report["total"]]
+    write_csv(sys.stdout, columns, report["data"] if report["by"] else [report["total"]])
+
+
+def write_usage(report: Report) -> None:
+    """The lines, then the total. Columns of endings and costs that nobody had are left out."""
+    dimensions, total = report["by"], report["total"]
+    title = _title("usage", report)
+    if not total["requests"]:
+        print(f"{title}: no request ended in this period")
+        return
+    rows = [dict(row) for row in report["data"]] if dimensions else []
+    some = [name for name in (*_UNHAPPY, *_COSTS) if total[name]]
+    unhappy = [name for name in some if name in _UNHAPPY]
+    columns = [
+        *dimensions,
+        "requests",
+        "ok",
+        *unhappy,
+        *_USAGE_COLUMNS,
+        *(n for n in some if n in _COSTS),
+        *_USAGE_TIMES,
+    ]
+    print_table([*rows, dict.fromkeys(dimensions[:1], "TOTAL") | total], columns, title=title, has_total=bool(rows))
+
+
+def write_fairness(report: Report) -> None:
+    """One short table for each question the page answers."""
+    print(_title("fairness", report))
+    if not report["data"] and not report["tiers"]:
+        print("nothing was served in this period")
+        return
+    print_table([_team(row) for row in report["data"]], title="\nteams, while backlogged")
+    print_table([_tier(row) for row in report["tiers"]], title="\ntiers: longest pause against the printed bound")
+    print_table([_size(row) for row in report["size_classes"]], title="\nwait and slowdown by size")
+    print_table([_promotion(row) for row in report["data"]], title="\npromotions")
+    print_table([_pair(row) for row in report["interference"]], title="\nwho caused what, and who bore it")
+    sums = report["totals"]
+    lag, bound = report["lag_max_seconds"], report["lag_bound_seconds"]
+    jain, least = report["jain_weighted"], report["satisfaction_min_to_max"]
+    print(
+        "\nweighted Jain index: "
+        + ("no team was backlogged" if jain is None else f"{jain:.3f}, min share {cell(least)}")
+    )
+    print(f"lag: most {cell(lag)} s, bound {cell(bound)} s: {verdict(lag, bound)}")
+    print(
+        f"totals: {sums['preemptions']} preemptions, {sums['swaps_out']} swapped out ({sums['bytes_out']} bytes), "
+        f"{sums['swaps_in']} in ({sums['bytes_in']} bytes), {sums['recomputes']} recomputes "
+        f"({sums['replayed_tokens']} tokens), {sums['promotions']} promotions, {sums['stall_seconds']:.3f} s of stall"
+    )
+
+
+def verdict(measured: float | None, bound: float | None) -> str:
+    """ok, VIOLATED, or that there is no bound."""
+    if measured is None or not bound:
+        return "no bound"
+    return "VIOLATED" if measured > bound else "ok"
+
+
+def _title(name: str, report: Report) -> str:
+    return f"{name} {cell(report['from'])} - {cell(report['to'])} {report['time_zone']}"
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else value * 100
+
+
+def _team(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "team": row["team"],
+        "tier": row["tier"],
+        "weight": row["weight"],
+        "requests": row["requests"],
+        "device_seconds": row["device_seconds"],
+        "backlogged_seconds": row["backlogged_seconds"],
+        "share_%": _percent(row["share"]),
+        "entitled_%": _percent(row["entitled"]),
+        "satisfied_%": _percent(row["satisfaction"]),
+        "lag_max_seconds": row["lag_max_seconds"],
+    }
+
+
+def _tier(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tier": row["tier"],
+        "requests": row["requests"],
+        "queue_p95_seconds": row["queue_p95_seconds"],
+        "ttft_p95_seconds": row["ttft_p95_seconds"],
+        "longest_pause_seconds": row["longest_pause_seconds"],
+        "bound_seconds": row["pause_bound_seconds"],
+        "verdict": verdict(row["longest_pause_seconds"], row["pause_bound_seconds"]),
+    }
+
+
+def _size(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tier": row["tier"],
+        "size": row["size"],
+        "requests": row["requests"],
+        "wait_p50_seconds": row["wait_p50_seconds"],
+        "wait_p95_seconds": row["wait_p95_seconds"],
+        "wait_max_seconds": row["wait_max_seconds"],
+        "slowdown_mean": row["slowdown_mean"],
+        "slowdown_p95": row["slowdown_p95"],
+    }
+
+
+def _promotion(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "team": row["team"],
+        "promotions": row["promotions"],
+        "budget_too_small": row["promotions_exhausted"],
+        "promoted_seconds": row["promoted_seconds"],
+        "budget_left_seconds": row["promotion_budget_seconds"],
+    }
+
+
+def _pair(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "causer": row["causer"],
+        "victim": row["victim"],
+        **{name: row[name] for name in ("preemptions", "swaps_out", "swaps_in", "recomputes")},
+        "paid_seconds": row["device_seconds"],
+    }

@@ -179,6 +179,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         promotion_percent=settings.promotion_percent,
         max_queued_requests=settings.max_queued_requests,
         deterministic=settings.deterministic,
+        kv_canary=settings.kv_canary,
         step_log=settings.step_log,
         step_log_max_bytes=settings.step_log_max_bytes,
         cache_dir=settings.cache_dir,

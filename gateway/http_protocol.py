@@ -64,6 +64,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
+        self.head_seconds = HEAD_SECONDS
         self._is_in_head = True
         self._num_messages = 0  # begun on this connection
         self._head_bytes = 0  # of a head that is not complete
@@ -72,7 +73,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm(HEAD_SECONDS)
+        self._arm(self.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -92,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._num_messages += 1
         self._head_bytes = self._dropped_bytes = 0
-        self._arm(HEAD_SECONDS)
+        self._arm(self.head_seconds)
 
     def go_on_without_upgrade(self, rest: bytes) -> None:
         """The parser has read a head that offers an upgrade, and has stopped: read it again without the offer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from gateway.http_protocol import HttpProtocol
+from gateway.http_protocol import HEAD_SECONDS, HttpProtocol
 
 FILES_MAX = 65536
 # Database, journal, engine, admin connections.
@@ -41,10 +41,17 @@ def raise_file_limit() -> int:
     return FILES_MAX if soft == resource.RLIM_INFINITY else min(soft, FILES_MAX)
 
 
-def limited_protocol(max_connections: int) -> type[HttpProtocol]:
-    """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin."""
+def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[HttpProtocol]:
+    """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin.
+
+    A connection that has not sent a whole head within `head_seconds` is closed.
+    """
 
     class LimitedProtocol(HttpProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.head_seconds = head_seconds
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             if len(self.connections) >= max_connections:
                 self.transport = transport
@@ -65,12 +72,17 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(
-    app: Any, *, keep_alive_timeout: float, drain_timeout: float, max_connections: int = FILES_MAX
+    app: Any,
+    *,
+    keep_alive_timeout: float,
+    drain_timeout: float,
+    max_connections: int = FILES_MAX,
+    head_seconds: float = HEAD_SECONDS,
 ) -> HttpServer:
     """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
     config = uvicorn.Config(
         app,
-        http=limited_protocol(max_connections),
+        http=limited_protocol(max_connections, head_seconds),
         ws="none",
         lifespan="off",
         log_config=None,

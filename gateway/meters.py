@@ -148,9 +148,11 @@ class Meters:
         self._observe_times(row, tier, model)
 
     def _observe_times(self, row: LedgerRow, tier: str, model: str) -> None:
-        waited = (row.started_at_us or row.finished_at_us) - row.admitted_at_us
-        self.queue[(tier,)].observe(waited / 1e6)
-        self.phases["queue"][(model,)].observe(waited / 1e6)
+        # A request that ran and was lost with its engine does not know when it started.
+        if row.started_at_us is not None or not (row.device_us or row.output_tokens):
+            waited = (row.started_at_us or row.finished_at_us) - row.admitted_at_us
+            self.queue[(tier,)].observe(waited / 1e6)
+            self.phases["queue"][(model,)].observe(waited / 1e6)
         self.phases["e2e"][(model,)].observe((row.finished_at_us - row.received_at_us) / 1e6)
         if row.first_token_at_us is None:
             return

@@ -7,7 +7,7 @@ teams; never a key, a user or a request. A scrape looks at each team once, whate
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -59,6 +59,29 @@ class GatewayMetrics(Collector):
     def add(self, samples: ServiceSamples) -> None:
         """One interval of the engine's samples."""
         self._service.add(samples)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts since the start and what budgets hold, for `GET /admin/v1/status`. Times are seconds."""
+        service, meters = self._service, self._state.meters
+        service.expire()
+        budgets = {
+            meters.label(place): min(sample.budget_us for sample in samples) / 1e6
+            for place, samples in sorted(service.latest().items())
+        }
+        return {
+            "since_start": {
+                "preemptions": service.preemptions,
+                "swaps_out": service.swaps["out"],
+                "swaps_in": service.swaps["in"],
+                "bytes_out": service.swapped_bytes["out"],
+                "bytes_in": service.swapped_bytes["in"],
+                "recomputes": service.recomputes,
+                "stall_seconds": service.stall_us / 1e6,
+                "promotions": sum(sum(team.promotions.values()) for _, team in meters.teams()),
+                "kv_blocks_used_peak": self._state.engine.peak_blocks,
+            },
+            "promotion_budget_seconds": budgets,
+        }
 
     def collect(self) -> Iterable[Metric]:
         """One scrape."""

@@ -23,6 +23,7 @@ from gateway.engine_client import EngineClient
 from gateway.engine_process import EngineStartError, engine_config, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
+from gateway.http_protocol import HEAD_SECONDS
 from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
 from gateway.metrics import GatewayMetrics, not_ready_reasons
 from gateway.render import CommandError, print_json
@@ -40,6 +41,8 @@ QUICKSTART_TEAM = "demo"
 # After the drain time: for the error events to be read and the last rows to be closed.
 BOOKING_SECONDS = 12.0
 ADMIN_CONNECTIONS_MAX = 32
+# Whoever has not said who it is by then gives its place up.
+ADMIN_HEAD_SECONDS = 5.0
 
 
 def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) -> None:
@@ -147,11 +150,12 @@ class _Server:
                     status=self._status,
                     metrics=self._metrics.render,
                     flush=self._store.ledger.flush,
+                    hello=lambda: self._client.hello if self._client.is_ready else None,
                 )
             )
             self._files = raise_file_limit()
             public = self._server(public_app(self._state), max(1, self._files - RESERVED_FILES))
-            admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX)
+            admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX, head_seconds=ADMIN_HEAD_SECONDS)
             await self._serve(public, public_sockets, admin, admin_sockets)
 
     def _make_engine(self) -> EngineSupervisor | EngineFollower:
@@ -163,13 +167,14 @@ class _Server:
         self._client = EngineClient(path, on_samples=self._book_samples)
         return EngineSupervisor(engine_config(settings), path, self._connect, self._client.close)
 
-    def _server(self, app: Any, max_connections: int) -> HttpServer:
+    def _server(self, app: Any, max_connections: int, *, head_seconds: float = HEAD_SECONDS) -> HttpServer:
         settings = self._settings
         return make_server(
             app,
             keep_alive_timeout=settings.keep_alive_timeout,
             drain_timeout=settings.drain_timeout,
             max_connections=max_connections,
+            head_seconds=head_seconds,
         )
 
     async def _serve(self, public: HttpServer, public_sockets: Any, admin: HttpServer, admin_sockets: Any) -> None:
@@ -279,7 +284,11 @@ class _Server:
             else {
                 "running": step.num_running,
                 "waiting": step.num_waiting,
+                "swapped": step.num_swapped,
+                "dropped": step.num_dropped,
                 "free_blocks": step.num_free_blocks,
+                "free_host_blocks": step.num_free_host_blocks,
                 "duration_us": step.duration_us,
             },
+            **self._metrics.summary(),
         }

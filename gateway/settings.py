@@ -62,6 +62,7 @@ class Settings:
     max_queued_requests: int
     default_max_tokens: int
     deterministic: bool
+    kv_canary: bool
     step_log: str
     step_log_max_bytes: int
     cache_dir: str

@@ -251,6 +251,13 @@ SETTINGS: tuple[Setting, ...] = (
         "engine.deterministic",
     ),
     Setting(
+        "kv_canary",
+        "bool",
+        False,
+        "Check that swapped KV comes back bit for bit; a sequence whose KV does not ends with an error.",
+        "engine.kv_canary",
+    ),
+    Setting(
         "step_log",
         "str",
         "",

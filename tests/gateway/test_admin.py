@@ -1,79 +1,26 @@
-"""The admin API over ASGI: who may call it, what it takes, what it shows."""
+"""The admin API over ASGI: who may call it, what it refuses, and what it never tells."""
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter
-from sqlalchemy import select
 from starlette.routing import Route
 
-from gateway.admin import OPEN_PATHS, AdminState, admin_app, render_metrics
+from gateway import admin
+from gateway.admin import OPEN_PATHS, AdminState, admin_app
+from gateway.http_protocol import HttpProtocol
+from gateway.listeners import limited_protocol
+from gateway.state import HttpSettings
 from tenants import tables
-from tenants.clock import from_epoch_us
-from tenants.errors import InvalidKey, KeyRevoked
-from tenants.ledger import Ledger
-from tenants.migrate import upgrade
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry, opened
+from tests.gateway.admin_support import TOKEN, V1, client_of, error_of, trail
+from tests.gateway.harness import WAIT, served
+from tests.tenants.support import Store
 
 pytestmark = pytest.mark.anyio
-TOKEN = "adm-0123456789abcdefghij"
-NOW = from_epoch_us(NOW_US)
-V1 = "/admin/v1"
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("admin") / "terazi.db"
-    asyncio.run(upgrade(f"sqlite+aiosqlite:///{path}", now_us=lambda: 1))
-    return path
-
-
-@pytest.fixture
-async def store(template: Path, tmp_path: Path) -> AsyncIterator[Store]:
-    async with opened(template, tmp_path / "data") as store:
-        yield store
-
-
-@pytest.fixture
-def state(store: Store) -> AdminState:
-    registry = CollectorRegistry()
-    Counter("terazi_things", "Things.", registry=registry).inc()
-    return AdminState(
-        token=TOKEN,
-        database=store.database,
-        snapshot_holder=store.holder,
-        status=lambda: {"ready": True, "degraded": False, "reasons": [], "engine": {"model": "tiny"}},
-        metrics=lambda: render_metrics(registry),
-        now_us=lambda: store.now_us,
-    )
-
-
-def client_of(state: AdminState, token: str | None = TOKEN) -> httpx.AsyncClient:
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    # what the app raises is a bug; its answer is what we look at
-    transport = httpx.ASGITransport(admin_app(state), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers)
-
-
-@pytest.fixture
-async def client(state: AdminState) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(state) as client:
-        yield client
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    body = answer.json()["error"]
-    assert set(body) == {"message", "type", "param", "code", "terazi"}
-    assert body["terazi"]["request_id"] == answer.headers["x-request-id"]
-    return dict(body)
-
 
 CALLS = [
     ("GET", "/metrics"),
@@ -219,63 +166,6 @@ async def test_a_short_token_is_refused(state: AdminState) -> None:
     assert TOKEN not in repr(state)
 
 
-async def test_the_way_of_a_team(client: httpx.AsyncClient, store: Store) -> None:
-    created = await client.post(f"{V1}/teams", json={"name": "search", "tier": "gold"})
-    assert created.status_code == 201
-    assert created.json() == {
-        "object": "team",
-        "id": 1,
-        "name": "search",
-        "tier": "gold",
-        "limits": {"requests_per_minute": None, "tokens_per_minute": None, "concurrent": None},
-        "num_keys": 0,
-        "created_at": "2026-05-28T20:26:40Z",
-        "archived_at": None,
-    }
-    key = (await client.post(f"{V1}/teams/search/keys")).json()
-    assert (key["team"], key["status"], len(key["id"])) == ("search", "active", 12)
-    assert store.holder.current.identify(key["key"], NOW).key_public_id == key["id"]
-    quota = await client.put(f"{V1}/teams/search/quota", json={"concurrent": 2, "tokens_per_minute": 0})
-    assert quota.json()["limits"] == {"requests_per_minute": None, "tokens_per_minute": 0, "concurrent": 2}
-    assert (await client.get(f"{V1}/teams/search/quota")).json() == quota.json()
-    assert store.holder.current.identify(key["key"], NOW).limits.concurrent == 2
-    moved = await client.patch(f"{V1}/teams/search", json={"tier": "bronze", "name": "find"})
-    assert (moved.json()["tier"], moved.json()["name"], moved.json()["num_keys"]) == ("bronze", "find", 1)
-    who = store.holder.current.identify(key["key"], NOW)
-    assert (who.team, who.tier.name) == ("find", "bronze")
-    assert [team["name"] for team in (await client.get(f"{V1}/teams")).json()["data"]] == ["find"]
-    assert (await client.get(f"{V1}/teams/search")).status_code == 404
-    assert (await client.patch(f"{V1}/teams/find", json={"archived": True})).json()["archived_at"] is not None
-    assert (await client.get(f"{V1}/teams")).json()["data"] == []
-    assert len((await client.get(f"{V1}/teams", params={"archived": "true"})).json()["data"]) == 1
-
-
-@pytest.mark.case("G51")
-async def test_a_revoke_is_seen_by_the_next_request(client: httpx.AsyncClient, store: Store) -> None:
-    await store.team("search")
-    key = (await client.post(f"{V1}/teams/search/keys", json={"name": "ci"})).json()
-    store.holder.current.identify(key["key"], NOW)
-    revoked = await client.post(f"{V1}/keys/{key['id']}/revoke", json={})
-    assert (revoked.status_code, revoked.json()["status"]) == (200, "revoked")
-    with pytest.raises(KeyRevoked):
-        store.holder.current.identify(key["key"], NOW)
-    assert (await client.post(f"{V1}/keys/{key['id']}/revoke")).json() == revoked.json()
-    listed = (await client.get(f"{V1}/keys", params={"team": "search"})).json()["data"]
-    assert [(one["id"], one["name"], one["status"]) for one in listed] == [(key["id"], "ci", "revoked")]
-
-
-async def test_tiers_are_shown_and_changed(client: httpx.AsyncClient, store: Store) -> None:
-    await store.team("search", "gold")
-    names = [tier["name"] for tier in (await client.get(f"{V1}/tiers")).json()["data"]]
-    assert names == ["gold", "silver", "bronze"]
-    seen: list[int] = []
-    store.holder.subscribe(lambda snapshot: seen.append(snapshot.team_terms()[0].weight))
-    changed = await client.patch(f"{V1}/tiers/gold", json={"weight": 8})
-    assert changed.json() == (await client.get(f"{V1}/tiers/gold")).json()
-    assert changed.json()["weight"] == 8
-    assert seen == [8]  # the engine is told before the answer
-
-
 REFUSED: list[tuple[str, str, Any, int, str, str | None, str]] = [
     ("POST", "/teams", {"name": "x", "tire": "gold"}, 400, "unknown_field", "tire", "Did you mean tier?"),
     ("POST", "/teams", {"name": "x"}, 400, "invalid_value", None, "missing required field `tier`"),
@@ -385,19 +275,6 @@ async def test_no_body_can_write_a_field_that_is_not_its_own(client: httpx.Async
     assert await trail(store) == before
 
 
-@pytest.mark.case("S08")
-async def test_keys_of_a_team_are_only_its_own(client: httpx.AsyncClient, store: Store) -> None:
-    for team in ("one", "two"):
-        await store.team(team)
-    ids = {team: {(await store.key(team))[0] for _ in range(2)} for team in ("one", "two")}
-    for team in ids:
-        by_path = (await client.get(f"{V1}/teams/{team}/keys")).json()["data"]
-        by_query = (await client.get(f"{V1}/keys", params={"team": team})).json()["data"]
-        assert {key["id"] for key in by_path} == {key["id"] for key in by_query} == ids[team]
-    for trick in ("one' OR '1'='1", "%", "one,two", "ONE"):
-        assert (await client.get(f"{V1}/keys", params={"team": trick})).status_code == 404
-
-
 @pytest.mark.case("G52", "S12")
 async def test_a_key_is_shown_once_and_then_nowhere(
     client: httpx.AsyncClient, store: Store, state: AdminState, caplog: pytest.LogCaptureFixture
@@ -443,25 +320,6 @@ async def test_a_key_is_shown_once_and_then_nowhere(
     assert "secret_hmac" not in "".join(told)
 
 
-async def test_a_failed_store_is_503_and_nothing_is_half_done(
-    client: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await store.team("search")
-    _, text = await store.key("search")
-    await store.holder.reload()
-    await store.database.dispose()
-    store.directory.rename(store.directory.with_name("gone"))
-    for method, path, body in [
-        ("GET", f"{V1}/teams", None),
-        ("GET", f"{V1}/reports/usage", None),
-        ("POST", f"{V1}/teams", {"name": "x", "tier": "gold"}),
-    ]:
-        answer = await client.request(method, path, json=body)
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "store_unavailable")
-        assert int(answer.headers["retry-after"]) >= 1
-    assert store.holder.current.identify(text, NOW).team == "search"
-
-
 async def test_a_bug_answers_500_without_details(state: AdminState) -> None:
     def broken() -> dict[str, Any]:
         raise KeyError("a secret detail")
@@ -472,56 +330,31 @@ async def test_a_bug_answers_500_without_details(state: AdminState) -> None:
     assert "secret detail" not in answer.text
 
 
-async def test_reports_over_http_see_the_request_before_them(state: AdminState, store: Store) -> None:
-    team_id = await store.team("search")
-    ledger = Ledger(store.database, store.directory / "journal")
-    await ledger.start()
-    async with client_of(replace(state, flush=ledger.flush)) as client:
-        for i in range(3):
-            entry = open_entry(f"r{i}", team_id=team_id)
-            ledger.open(entry)
-            ledger.close(closed_row(entry, finished_at_us=NOW_US))
-            report = (await client.get(f"{V1}/reports/usage", params={"by": "team,model"})).json()
-            assert report["total"]["requests"] == i + 1
-        assert report["data"][0]["team"] == "search"
-        assert (report["by"], report["time_zone"]) == (["team", "model"], "UTC")
-        assert (await client.get(f"{V1}/reports/usage", params={"to": "2026-01-01"})).json()["data"] == []
-        fairness = (await client.get(f"{V1}/reports/fairness")).json()
-        assert (fairness["object"], fairness["tiers"][0]["requests"]) == ("fairness_report", 3)
-    await ledger.stop()
+@pytest.mark.case("S13", "S17")
+async def test_who_has_no_token_holds_no_connection(state: AdminState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that trickles in is never read for a caller without the token, and its connection is closed."""
+    monkeypatch.setattr(admin, "LINGER_SECONDS", 0.05)
+    head = f"POST {V1}/teams HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
+    async with served(admin_app(state), HttpSettings(), HttpProtocol) as port:
+        for token, body in (("", b"{"), ("authorization: Bearer wrong-wrong-wrong\r\n", b"")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}{token}\r\n".encode() + body)  # and not one byte more
+            answer = await asyncio.wait_for(reader.read(), WAIT)  # to the end of the connection
+            assert answer.startswith(b"HTTP/1.1 401 ") and b"invalid_admin_token" in answer
+            assert b"connection: close" in answer.lower()
+            writer.close()
+        # the answer to a whole body is not lost, and is the last on its connection too
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            refused = await client.post(f"{V1}/teams", json={"name": "x" * 50_000})
+            assert (refused.status_code, refused.headers["connection"]) == (401, "close")
+            allowed = await client.get(f"{V1}/teams", headers={"authorization": f"Bearer {TOKEN}"})
+            assert allowed.status_code == 200 and "connection" not in allowed.headers
 
 
-async def test_writes_that_cross_leave_the_newest_snapshot(client: httpx.AsyncClient, store: Store) -> None:
-    await store.team("search")
-    weights = list(range(1, 21))
-    answers = await asyncio.gather(*(client.patch(f"{V1}/tiers/gold", json={"weight": w}) for w in weights))
-    assert {answer.status_code for answer in answers} == {200}
-    async with store.database.session() as connection:
-        stored = await connection.scalar(select(tables.tiers.c.weight).where(tables.tiers.c.name == "gold"))
-    assert store.holder.current.team_terms()[0].weight == stored
-    assert len([line for line in await trail(store) if line["action"] == "tier.update"]) == 20
-
-
-@pytest.mark.case("S16")
-async def test_nobody_chooses_a_key(client: httpx.AsyncClient, store: Store) -> None:
-    await store.team("search")
-    for field in ("key", "secret", "id", "public_id"):
-        answer = await client.post(f"{V1}/teams/search/keys", json={field: "password"})
-        assert (answer.status_code, error_of(answer)["param"]) == (400, field)
-    assert (await client.get(f"{V1}/keys")).json()["data"] == []
-    drawn = [(await client.post(f"{V1}/teams/search/keys")).json()["key"] for _ in range(3)]
-    assert len({key[-49:] for key in drawn}) == 3
-
-
-async def test_an_unknown_key_stays_unknown(client: httpx.AsyncClient, store: Store) -> None:
-    from tenants import key_format
-
-    await client.post(f"{V1}/teams", json={"name": "search", "tier": "gold"})
-    with pytest.raises(InvalidKey):
-        store.holder.current.identify(key_format.render(key_format.new_key()), NOW)
-
-
-async def trail(store: Store) -> list[dict[str, Any]]:
-    async with store.database.session() as connection:
-        rows = await connection.execute(select(tables.audit).order_by(tables.audit.c.id))
-        return [dict(row) for row in rows.mappings()]
+@pytest.mark.case("S13")
+async def test_a_head_that_never_ends_gives_its_place_up(state: AdminState) -> None:
+    async with served(admin_app(state), HttpSettings(), limited_protocol(2, head_seconds=0.05)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost:")
+        assert await asyncio.wait_for(reader.read(), WAIT) == b""
+        writer.close()

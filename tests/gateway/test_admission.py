@@ -188,6 +188,20 @@ async def test_one_line_is_logged_for_each_ended_request(caplog: pytest.LogCaptu
     async with gateway() as g:
         g.engine.script = g.engine.saying("ok")
         await g.chat("a private prompt")
-        (record,) = caplog.records
+        g.engine.script = lambda submit: g.engine.finish(
+            submit.request_id,
+            "stop",
+            level_path=(0, 2, 1),
+            num_preemptions=5,
+            num_swaps=3,
+            num_recomputes=1,
+            num_promotions=2,
+            longest_pause_us=1_234_567,
+        )
+        await g.chat()
+        record, other = caplog.records
+        costs = {name: vars(other)[name] for name in ("preemptions", "swaps", "recomputes", "promotions")}
+        assert costs == {"preemptions": 5, "swaps": 3, "recomputes": 1, "promotions": 2}
+        assert (vars(other)["levels"], vars(other)["longest_pause_ms"]) == ("0>2>1", 1234)
         assert (record.team, record.outcome, record.output_tokens, record.queue_ms) == ("team-a", "ok", 2, 2)  # type: ignore[attr-defined]
         assert "private" not in str(vars(record))

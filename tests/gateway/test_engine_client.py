@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import SamplingParams, ServiceSamples, Submit
+from engine.messages import PROTOCOL_VERSION, SamplingParams, ServiceSamples, Submit
 from gateway.engine_client import EngineClient
 from gateway.errors import EngineDied, Unavailable
 from policies.sequences import TeamTerms
@@ -123,13 +123,16 @@ async def test_nobody_there_is_an_engine_died() -> None:
         await client.connect()
 
 
-async def test_another_protocol_version_is_refused() -> None:
+@pytest.mark.parametrize(("version", "older"), [(99, "gateway"), (1, "engine")])
+async def test_another_protocol_version_is_refused_with_both_versions_and_the_remedy(version: int, older: str) -> None:
     directory = Path(tempfile.mkdtemp(prefix="tz-"))
-    engine = FakeEngine(directory / "s", hello(protocol_version=99))
+    engine = FakeEngine(directory / "s", hello(protocol_version=version))
     await engine.start()
     client = EngineClient(directory / "s")
-    with pytest.raises(EngineDied, match="protocol 99"):
+    with pytest.raises(EngineDied) as refused:
         await client.connect()
+    assert f"the engine speaks protocol {version} and this gateway {PROTOCOL_VERSION};" in refused.value.message
+    assert f"the {older} is the older one: run both from the same version of Terazi" in refused.value.message
     assert not client.is_ready
     await engine.stop()
     shutil.rmtree(directory)

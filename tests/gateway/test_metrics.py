@@ -1,8 +1,10 @@
 """What `/metrics` counts, read back through Prometheus' own parser; its labels and its cost are bounded."""
 
 import asyncio
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -401,3 +403,22 @@ async def test_dashboards_made_for_vllm_find_their_names_types_and_labels() -> N
         g.engine.finish(g.engine.submitted[-1].request_id, "stop")
         await task
         assert shown.value("vllm:num_requests_waiting", **engine) == 0
+
+
+async def test_the_documented_names_are_the_served_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text("utf-8").partition("## Left out")[0]
+    documented = {
+        name for group in re.findall(r"`([^`]+)`", page) for name in re.findall(r"(?:terazi_|vllm:)\w+", group)
+    }
+    async with gateway(limits=Limits(concurrent=3)) as g:
+        shown = Shown(g)
+        await one_row(g)
+        await g.chat(model="other")
+        shown.metrics.add(interval(sample(1, 1_000_000)))
+        series = shown.scrape()
+        served = {name for name, _ in series if not name.endswith(("_bucket", "_sum", "_count", "_created"))}
+        served |= {name for name, kind in shown.types.items() if kind == "histogram"}
+        assert served == documented
+        kinds = dict(re.findall(r"(?m)^\| `(\w+)`[^|]*\| (\w+)", page))
+        for name, kind in kinds.items():
+            assert shown.types[name.removesuffix("_total")] == kind, name

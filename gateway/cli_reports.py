@@ -116,16 +116,16 @@ def fairness_report(
 
 
 def _emit(out: Path | None, write: Callable[[], None]) -> None:
-    """Run `write`, which prints, to the terminal or into `out`; a file is there whole or not at all.
+    """Run `write`, which prints: to the terminal, or into `out`; a file is there whole or not at all.
 
     Raises CommandError.
     """
+    if out is None:
+        write()
+        return
     text = io.StringIO(newline="")
     with contextlib.redirect_stdout(text):
         write()
-    if out is None:
-        sys.stdout.write(text.getvalue())
-        return
     partial = out.with_name(out.name + ".partial")
     try:
         partial.write_text(text.getvalue(), encoding="utf-8", newline="")

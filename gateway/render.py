@@ -132,11 +132,12 @@ def print_table(
 
 def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool], has_total: bool) -> Any:
     """The first line is the header."""
-    from rich.box import SIMPLE_HEAD
+    from rich.box import Box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD)
+    # rich's SIMPLE_HEAD, with a rule at the end of a section too
+    table = Table(box=Box("    \n    \n ── \n    \n ── \n    \n    \n    \n"))
     for name, right in zip(lines[0], is_right, strict=True):
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
     for place, line in enumerate(lines[1:], start=2):

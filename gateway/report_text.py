@@ -60,7 +60,10 @@ def write_fairness(report: Report) -> None:
     print_table([_tier(row) for row in report["tiers"]], title="\ntiers: longest pause against the printed bound")
     print_table([_size(row) for row in report["size_classes"]], title="\nwait and slowdown by size")
     print_table([_promotion(row) for row in report["data"]], title="\npromotions")
-    print_table([_pair(row) for row in report["interference"]], title="\nwho caused what, and who bore it")
+    print_table(
+        [_pair(row) for row in report["interference"]],
+        title="\nwho caused it, who bore it: slots lost, KV swapped out and in, KV recomputed",
+    )
     sums = report["totals"]
     lag, bound = report["lag_max_seconds"], report["lag_bound_seconds"]
     jain, least = report["jain_weighted"], report["satisfaction_min_to_max"]
@@ -96,13 +99,12 @@ def _team(row: Mapping[str, Any]) -> dict[str, Any]:
         "team": row["team"],
         "tier": row["tier"],
         "weight": row["weight"],
-        "requests": row["requests"],
-        "device_seconds": row["device_seconds"],
-        "backlogged_seconds": row["backlogged_seconds"],
+        "device_s": row["device_seconds"],
+        "backlog_s": row["backlogged_seconds"],
         "share_%": _percent(row["share"]),
         "entitled_%": _percent(row["entitled"]),
         "satisfied_%": _percent(row["satisfaction"]),
-        "lag_max_seconds": row["lag_max_seconds"],
+        "lag_max_s": row["lag_max_seconds"],
     }
 
 
@@ -110,10 +112,10 @@ def _tier(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tier": row["tier"],
         "requests": row["requests"],
-        "queue_p95_seconds": row["queue_p95_seconds"],
-        "ttft_p95_seconds": row["ttft_p95_seconds"],
-        "longest_pause_seconds": row["longest_pause_seconds"],
-        "bound_seconds": row["pause_bound_seconds"],
+        "queue_p95_s": row["queue_p95_seconds"],
+        "ttft_p95_s": row["ttft_p95_seconds"],
+        "longest_pause_s": row["longest_pause_seconds"],
+        "bound_s": row["pause_bound_seconds"],
         "verdict": verdict(row["longest_pause_seconds"], row["pause_bound_seconds"]),
     }
 
@@ -123,9 +125,9 @@ def _size(row: Mapping[str, Any]) -> dict[str, Any]:
         "tier": row["tier"],
         "size": row["size"],
         "requests": row["requests"],
-        "wait_p50_seconds": row["wait_p50_seconds"],
-        "wait_p95_seconds": row["wait_p95_seconds"],
-        "wait_max_seconds": row["wait_max_seconds"],
+        "wait_p50_s": row["wait_p50_seconds"],
+        "wait_p95_s": row["wait_p95_seconds"],
+        "wait_max_s": row["wait_max_seconds"],
         "slowdown_mean": row["slowdown_mean"],
         "slowdown_p95": row["slowdown_p95"],
     }
@@ -136,8 +138,8 @@ def _promotion(row: Mapping[str, Any]) -> dict[str, Any]:
         "team": row["team"],
         "promotions": row["promotions"],
         "budget_too_small": row["promotions_exhausted"],
-        "promoted_seconds": row["promoted_seconds"],
-        "budget_left_seconds": row["promotion_budget_seconds"],
+        "promoted_s": row["promoted_seconds"],
+        "budget_left_s": row["promotion_budget_seconds"],
     }
 
 
@@ -145,6 +147,9 @@ def _pair(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "causer": row["causer"],
         "victim": row["victim"],
-        **{name: row[name] for name in ("preemptions", "swaps_out", "swaps_in", "recomputes")},
-        "paid_seconds": row["device_seconds"],
+        "preempted": row["preemptions"],
+        "out": row["swaps_out"],
+        "in": row["swaps_in"],
+        "recomputed": row["recomputes"],
+        "paid_s": row["device_seconds"],
     }

@@ -1,16 +1,17 @@
 """Random ledger rows and samples, and what a test does with them."""
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import Table
+from sqlalchemy import Table, insert
 
 from tenants import tables
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, LedgerRow, SampleRow, ServiceSampleRow, StepSampleRow
-from tests.tenants.support import NOW_US, closed_row, open_entry
+from tests.tenants.support import NOW_US, Store, closed_row, open_entry
 
 DAY_US = 86_400_000_000
 SECOND_US = 1_000_000
@@ -136,6 +137,38 @@ def samples(seed: int, *, team_ids: Sequence[int], start_us: int, seconds: int, 
                 at_us=at_us, interval_ms=1000, stall_us=rng.randrange(99_999), replayed_tokens=rng.randrange(50)
             )
         )
+    return rows
+
+
+def nearest_rank(values: Iterable[float], percent: int) -> float | None:
+    """The least value that at least `percent` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else None
+
+
+async def book(store: Store, rows: Sequence[LedgerRow]) -> None:
+    """Ledger rows, as they are."""
+    async with store.database.begin_immediate() as connection:
+        await connection.execute(insert(tables.ledger), values(rows))
+
+
+async def book_samples(store: Store, rows: Sequence[SampleRow]) -> None:
+    """Samples of all kinds, as they are."""
+    async with store.database.begin_immediate() as connection:
+        for kind, table in SAMPLE_TABLES.items():
+            of_kind = [row for row in rows if isinstance(row, kind)]
+            if of_kind:
+                await connection.execute(insert(table), values(of_kind))
+
+
+async def a_history(store: Store, seed: int, count: int = 400) -> list[LedgerRow]:
+    """Three teams, one of which has two keys, and their rows over five days."""
+    ids = {team: await store.team(team, tier) for team, tier in TEAMS.items()}
+    keys = [
+        (number, (await store.key(team))[0], ids[team], team) for number, team in enumerate([*TEAMS, "search"], start=1)
+    ]
+    rows = ledger_rows(seed, count, keys=keys)
+    await book(store, rows)
     return rows
 
 

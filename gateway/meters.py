@@ -1,9 +1,9 @@
 """What has happened to requests and teams since this process started, counted as it happens; `/metrics` shows it.
 
-Labels are bounded. The first TEAMS_MAX teams that do anything have a place of their own; further ones, and teams that
-are not in the snapshot, share the place `other`. An archived team gives its place up, and its counts with it, so that
-a place never changes its owner with its counts. Models beyond MODELS_MAX are `other` too. Keys, users, requests and
-anything else that a caller chooses are never looked at.
+Labels are bounded. The first TEAMS_MAX teams that do anything or have limits have a place of their own; further ones,
+and teams that are not in the snapshot, share the place `other`. An archived team gives its place up, and its counts
+with it, so that a place never changes its owner with its counts. Models beyond MODELS_MAX are `other` too. Keys, users,
+requests and anything else that a caller chooses are never looked at.
 """
 
 from collections import Counter
@@ -107,6 +107,13 @@ class Meters:
         if found is None:
             found = self._places[place] = TeamMeters()
         return found
+
+    def take_place(self, team_id: int) -> bool:
+        """Whether this team has a place of its own; it takes one while there is one."""
+        if self.place(team_id) == OTHER_ID:
+            return False
+        self.team(team_id)
+        return True
 
     def label(self, place: int) -> str:
         """A place's label: the team's present name."""

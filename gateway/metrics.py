@@ -16,13 +16,13 @@ from prometheus_client.registry import Collector
 
 from engine.messages import Hello, ServiceSamples, StepDone
 from gateway.admin import render_metrics
-from gateway.meters import OTHER_ID
 from gateway.service_meters import ServiceMeters
 from gateway.state import GatewayState
 from gateway.team_metrics import team_counters, team_gauges
 from gateway.vllm_metrics import vllm_metrics
 from policies.eg_mlfq import EgMlfq
 from tenants.leases import Leases
+from tenants.quotas import UNLIMITED
 
 
 class BookedLedger(Protocol):
@@ -187,7 +187,7 @@ class GatewayMetrics(Collector):
         text = "What the team may still use of a limit that it has: requests and tokens of the minute, concurrent."
         family = GaugeMetricFamily("terazi_limit_remaining", text, labels=["team", "kind"])
         for team in meters.live().values():
-            if meters.place(team.team_id) == OTHER_ID:
+            if team.limits == UNLIMITED or not meters.take_place(team.team_id):
                 continue
             view = self._leases.view(team)
             for kind in ("requests", "tokens", "concurrent"):

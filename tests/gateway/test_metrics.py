@@ -273,7 +273,7 @@ async def test_teams_beyond_500_are_other_and_nothing_is_lost() -> None:
         assert len(shares) == 501 and sum(shares.values()) == pytest.approx(1)
         assert shown.value("terazi_promotion_budget_remaining", team="other") == 501e-6
         limits = shown.values("terazi_limit_remaining", "team", "kind")
-        assert limits == {("team-a", "concurrent"): 3}
+        assert len(limits) == 500 and limits[("team-a", "concurrent")] == 3
         lines = shown.metrics.render().count(b"\n")
         for number in range(1000, 3000):  # teams that nobody has ever made
             shown.metrics.add(interval(sample(number, 1)))
@@ -281,7 +281,7 @@ async def test_teams_beyond_500_are_other_and_nothing_is_lost() -> None:
 
 
 def team_entry(number: int) -> dict[str, Any]:
-    return {"team_id": number, "name": f"team-{number}", "tier": SILVER, "limits": Limits()}
+    return {"team_id": number, "name": f"team-{number}", "tier": SILVER, "limits": Limits(concurrent=number)}
 
 
 @pytest.mark.case("G66")
@@ -422,3 +422,19 @@ async def test_the_documented_names_are_the_served_names() -> None:
         kinds = dict(re.findall(r"(?m)^\| `(\w+)`[^|]*\| (\w+)", page))
         for name, kind in kinds.items():
             assert shown.types[name.removesuffix("_total")] == kind, name
+
+
+async def test_limits_alone_give_no_more_than_500_teams_a_series() -> None:
+    async with gateway(limits=Limits(requests_per_minute=2)) as g:
+        shown = Shown(g)
+        for number in range(2, 601):
+            g.holder.teams.append(cast(Any, SimpleNamespace(**team_entry(number))))
+        g.holder.add("unlimited")
+        g.engine.script = g.engine.saying("ok")
+        remaining = []
+        for _ in range(3):
+            remaining.append(shown.values("terazi_limit_remaining", "team", "kind")[("team-a", "requests")])
+            await g.chat()
+        assert remaining == [2, 1, 0]
+        assert len(shown.values("terazi_limit_remaining", "team")) == 500
+        assert "unlimited" not in shown.values("terazi_limit_remaining", "team")

@@ -19,6 +19,8 @@ Name = Annotated[str, typer.Argument(metavar="NAME")]
 Team = Annotated[str, typer.Argument(metavar="TEAM")]
 Number = str | None
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # team and tier names, public ids
+_TIER_COLUMNS = ["name", "weight", "start_level", "starving_after_ms", "promotion_burst_grants", "max_queue_seconds"]
+_TIER_COLUMNS += ["max_pause_seconds", "max_pause_empty_queue_seconds"]
 TEAMS, KEYS, TIERS = "/admin/v1/teams", "/admin/v1/keys", "/admin/v1/tiers"
 
 
@@ -163,9 +165,21 @@ def key_revoke(
 
 @tier_app.command("list")
 def tier_list(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """All tiers."""
+    """All tiers, with the maximum pause that the running engine promises their requests."""
     with reporting(as_json):
-        _show_list(_call(data_dir, "GET", TIERS), as_json, "tiers")
+        answer = _call(data_dir, "GET", TIERS)
+        if as_json:
+            print_json(answer)
+            return
+        print_table(answer["data"], _TIER_COLUMNS, title="tiers")
+        reasons: dict[str, list[str]] = {}
+        for tier in answer["data"]:
+            if tier["max_pause_unknown"]:
+                reasons.setdefault(tier["max_pause_unknown"], []).append(tier["name"])
+        for reason, names in reasons.items():
+            print(f"no maximum pause for {', '.join(names)}: {reason}")
+        if not reasons:
+            print("A request waits for a step no longer than the maximum pause, also with its team's queue full.")
 
 
 @tier_app.command("show")

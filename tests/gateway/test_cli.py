@@ -378,3 +378,18 @@ def test_a_team_without_a_tier_gets_a_named_default_that_outranks_nobody(data_di
     assert default["weight"] < best["weight"] and default["start_level"] > best["start_level"]
     assert run(data_dir, "team", "create", "none", "--tier", "").exit_code != 0
     assert set(ok(data_dir, "quota", "show", "plain")["limits"].values()) == {None}, "no limit that nobody set"
+
+
+def test_tiers_are_listed_with_their_maximum_pause_or_why_there_is_none(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = run(data_dir, "tier", "list").stdout
+    assert "no maximum pause for gold, silver, bronze: no engine is connected" in listed
+    known = ok(data_dir, "tier", "list")
+    for tier, seconds in zip(known["data"], (1.5, 12.25, None), strict=True):
+        tier |= {"max_pause_seconds": seconds, "max_pause_unknown": None if seconds else "no team has this tier"}
+    monkeypatch.setattr("gateway.cli_admin._call", lambda *_, **__: known)
+    lines = run(data_dir, "tier", "list").stdout.splitlines()
+    gold = next(line.split() for line in lines if line.split()[:1] == ["gold"])
+    assert gold[-2:] == ["1.500", "-"]
+    assert lines[-1] == "no maximum pause for bronze: no team has this tier"

@@ -2,15 +2,16 @@
 
 A `BlockPool` owns the ids [0, num_blocks) of one memory; a `BlockTable` is one sequence's ordered list out of it.
 Callers ask first (`can_allocate`) and then do (`allocate`), so nothing is ever half allocated. Free + owned = total.
+What moves between the device's pool and the host's is `engine.memory`'s business.
 """
 
 
 class BlockPool:
     """Fixed-size KV blocks of one memory, handed out last freed first."""
 
-    def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` is at least 1; else ValueError."""
-        if num_blocks < 1:
+    def __init__(self, num_blocks: int, *, may_be_empty: bool = False) -> None:
+        """`num_blocks` is at least 1, or 0 where that is said to be fine; else ValueError."""
+        if num_blocks < (0 if may_be_empty else 1):
             raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -44,14 +45,19 @@ class BlockPool:
 
 
 class BlockTable:
-    """One sequence's blocks in the order of its tokens: token i lies in blocks[i // block_size]."""
+    """One sequence's blocks in the order of its tokens: token i lies in blocks[i // block_size].
 
-    __slots__ = ("_pool", "block_size", "blocks")
+    `host` are copies of its first blocks on the host, valid for the first `num_saved` tokens, kept by `engine.memory`.
+    """
+
+    __slots__ = ("_pool", "block_size", "blocks", "host", "num_saved")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self.block_size = block_size
         self.blocks: list[int] = []
+        self.host: list[int] = []
+        self.num_saved = 0
 
     def num_missing(self, num_tokens: int) -> int:
         """Blocks to add before `num_tokens` tokens have room."""
@@ -64,7 +70,7 @@ class BlockTable:
             self.blocks.extend(self._pool.allocate(missing))
 
     def release(self) -> None:
-        """Give every block back; the table is empty afterwards and may be released again."""
+        """Give every device block back; none is left afterwards, and it may be released again."""
         self._pool.free(self.blocks)
         self.blocks = []
 

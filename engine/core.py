@@ -64,7 +64,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._inbox or self._ended or self.scheduler.num_live)
+        return bool(self._inbox or self._ended or self.scheduler.has_work)
 
     @property
     def request_ids(self) -> frozenset[str]:
@@ -130,7 +130,10 @@ class EngineCore:
             finished=tuple(_finished(sequence) for sequence in ended),
             num_running=num_running,
             num_waiting=max(0, self.scheduler.num_live - num_running),
-            num_free_blocks=self.scheduler.pool.num_free,
+            num_free_blocks=self.scheduler.memory.device.num_free,
+            num_free_host_blocks=self.scheduler.memory.host.num_free,
+            num_swapped=self.scheduler.num_swapped,
+            num_dropped=self.scheduler.num_dropped,
         )
 
     def _drain_inbox(self, now_us: int) -> None:
@@ -250,4 +253,11 @@ def _finished(sequence: Sequence) -> Finished:
         total_us=ended_us - request.arrival_us,
         level_path=tuple(sequence.level_path),
         num_preemptions=sequence.num_preemptions,
+        num_swaps=sequence.num_swaps,
+        num_recomputes=sequence.num_recomputes,
+        num_promotions=sequence.num_promotions,
+        work_us=sequence.work_us,
+        overhead_us=sequence.overhead_us,
+        longest_pause_us=sequence.longest_pause_us,
+        pause_bound_us=sequence.pause_bound_us,
     )

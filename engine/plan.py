@@ -61,3 +61,4 @@ class StepResult:
     failed: Mapping[int, str] = field(default_factory=dict)  # seq_id -> why this row alone failed
     copies_done: Sequence[int] = ()  # copy ids that are complete, of this plan or earlier ones; each is named once
     copy_us: int = 0  # the part of duration_us that the step stood still for copies
+    copies_failed: Sequence[int] = ()  # copy ids given up, which touch no block any more; each is named once

@@ -29,9 +29,9 @@ TRANSITIONS: Mapping[Status, tuple[Status, ...]] = {
     Status.WAITING: (Status.RUNNING, Status.FINISHED),
     Status.RUNNING: (Status.PAUSED, Status.FINISHED),
     Status.PAUSED: (Status.RUNNING, Status.SWAPPING_OUT, Status.DROPPED, Status.FINISHED),
-    Status.SWAPPING_OUT: (Status.SWAPPED, Status.FINISHED),
+    Status.SWAPPING_OUT: (Status.SWAPPED, Status.DROPPED, Status.FINISHED),
     Status.SWAPPED: (Status.SWAPPING_IN, Status.DROPPED, Status.FINISHED),
-    Status.SWAPPING_IN: (Status.PAUSED, Status.FINISHED),
+    Status.SWAPPING_IN: (Status.PAUSED, Status.DROPPED, Status.FINISHED),
     Status.DROPPED: (Status.RUNNING, Status.FINISHED),
     Status.FINISHED: (),
 }
@@ -81,10 +81,26 @@ class Sequence:
     first_token_us: int | None = None
     ended_us: int | None = None
     num_preemptions: int = 0
-    num_refusals: int = 0  # steps in which it was refused by itself: its blocks did not fit
-    num_closed_before: int = 0  # the scheduler's count of closed steps when it came
+    num_refusals: int = 0  # steps since it last ran in which it was refused by itself: its blocks did not fit
+    num_closed_before: int = 0  # the count of closed steps when it came
     finish_reason: FinishReason | None = None
     error: str = ""  # why, for the reason "error"
+    num_claim: int = 0  # blocks it must be able to have to start (engine.entry)
+    num_claimed: int = 0  # blocks it counts for while it is started
+    num_wanted: int = 0  # device blocks it wanted when it was last refused
+    replay_to: int = 0  # tokens that had KV when it was dropped: computed again, without sampling
+    displaced_by: int | None = None  # the team that pays its way back, while it is away or replaying
+    displaced_for: int = -1  # the sequence that room was made for
+    num_swaps: int = 0  # times it was moved to the host
+    num_promotions: int = 0  # grants it had, once it has ended
+    num_recomputes: int = 0  # times its KV was dropped
+    work_us: int = 0  # stand-alone work of its tokens
+    overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
+    last_us: int = 0  # when its latest step ended; its arrival before
+    longest_pause_us: int = 0
+    pause_bound_us: int = 0  # largest bound that held when it began to starve
+    min_run_left: int = 0  # steps it is safe in since its upload
+    uploaded_step: int | None = None  # the step before which its latest upload ended
 
     def move_to(self, status: Status) -> None:
         """Change status; anything outside `TRANSITIONS` is a bug."""
@@ -94,6 +110,21 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def is_started(self) -> bool:
+        """It has KV somewhere."""
+        return self.status is not Status.WAITING and self.status is not Status.DROPPED
+
+    @property
+    def num_to_fill(self) -> int:
+        """Tokens whose KV it needs before it generates: its prompt, or all that had KV before a drop."""
+        return max(len(self.request.prompt_token_ids), self.replay_to)
+
+    @property
+    def is_half(self) -> bool:
+        """Its prompt is not whole yet, or not whole again."""
+        return self.num_computed < self.num_to_fill
 
     @property
     def num_prompt(self) -> int:

@@ -1,4 +1,5 @@
-"""Packs what the policy ranks into steps, and books what came of them; the only writer of sequence statuses.
+"""Packs what the policy ranks into steps, and books what came of them; with its part `engine.swapping`, the only writer
+of sequence statuses.
 
 `schedule` asks the policy for the next sequence, again and again, and fits it into three budgets: slots
 (max_batch_size), tokens (max_batch_tokens) and KV blocks. `apply` books the step's result. The scheduler reads no clock
@@ -8,31 +9,31 @@ and does no I/O: the same calls give the same plans.
   prefill_chunk_tokens, at the prompt's end, or where the step's tokens end: what is left of the budget is always
   used, so a prompt longer than max_batch_tokens advances in every step that picks it, and the next chunk is aligned
   again.
-* **Blocks.** Without memory preemption nothing can be taken back from a started sequence, so one starts only if the
-  blocks of its prompt and clamped max tokens fit beside the same sum over all started ones. Growth then never fails.
-* **Reservation** (docs/scheduling.md). The first sequence refused more than 16 times holds the one reservation until
-  it fits; others start only beside it. One holder cannot deadlock, and a large head cannot starve behind small ones.
-  It is the policy's `claimant` whose sequences may hold it, and it is taken back from a team that is no longer that.
-* **Fits again.** When room has grown, the policy hears of each team's oldest refused sequence that would fit now. A
-  policy that thought the team unable to run would otherwise never try it again behind others of better levels.
-* **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
-  than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
+* **Blocks.** Who may start is decided in `engine.entry`. A started sequence takes blocks as it grows; when there are
+  none it is refused for this step, and `engine.swapping` makes room before the next. Sequences whose KV is on the
+  host, or on the way there or back, are refused too.
+* **Replay.** A sequence whose KV was dropped starts again like a new one. Its rows feed prompt and output up to where
+  it was, sample nothing, and cost it nothing: who displaced it pays. Then it goes on where it stopped.
 """
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.blocks import BlockPool, BlockTable, blocks_for
+from engine.billing import Bills, Cause
+from engine.blocks import BlockTable, blocks_for
 from engine.config import EngineConfig
+from engine.entry import Entry
+from engine.memory import KVMemory
 from engine.messages import FinishReason, TokenEvent
 from engine.plan import Row, StepPlan, StepResult
 from engine.request import Request, Sequence, Status
+from engine.swap_planner import Kind
+from engine.swapping import Copies, Swapping
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
-from policies.sequences import SequenceTerms, Served
+from policies.sequences import Overhead, SequenceTerms, Served
 
-REFUSALS_BEFORE_RESERVATION = 16
+_RUNNING, _PAUSED = Status.RUNNING, Status.PAUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,20 @@ class StepOutcome:
     ended: tuple[Sequence, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Picked:
-    """A planned step and, row by row, what `apply` needs to book it."""
+    """The rows of a step and, row by row, what `apply` needs to book them."""
 
-    plan: StepPlan
+    rows: list[Row]
     sequences: list[Sequence]
     works_us: list[int]
     marginals_us: list[float]
+    plan: StepPlan | None = None
 
 
 class Scheduler:
-    """Owns every live sequence, the block pool and the reservation. Between `schedule` and `apply` a step is open, and
-    neither `add` nor `end` may be called."""
+    """Owns every live sequence and the KV memory. Between `schedule` and `apply` a step is open, and neither `add` nor
+    `end` may be called."""
 
     def __init__(
         self,
@@ -68,23 +70,25 @@ class Scheduler:
         num_host_blocks: int = 0,
         block_copy_us: float = 0.0,
     ) -> None:
+        """Without a host pool KV can be taken back only in the mode "recompute"; else it is as in the mode "none"."""
         self.policy = policy
-        self.pool = BlockPool(num_device_blocks)
         self._config = config
         self._profile = profile
         self._eos_token_ids = frozenset(eos_token_ids)
+        mode = config.memory_preemption
+        can_take_back = mode == "recompute" or (mode != "none" and num_host_blocks > 0)
+        num_host_blocks = num_host_blocks if can_take_back and mode != "recompute" else 0
+        self.memory = KVMemory(num_device_blocks, num_host_blocks)
+        self.pool = self.memory.device
+        self.bills = Bills()
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: dict[int, Sequence] = {}  # without a first step, in order of arrival
-        self._waiting_of: dict[int, dict[int, Sequence]] = {}  # the same by team
-        self._claimant: int | None = None  # of this step, once it is known; None is any team
-        self._is_claimant_known = False
-        self._has_room_grown = False  # since it was last said who fits again
-        self._needs: list[tuple[int, int]] = []  # heap of (num_blocks_max, seq_id), also of sequences long started
-        self._num_closed = 0  # steps in which nothing new fitted
+        self._entry = Entry(num_device_blocks, num_host_blocks, config.block_size, can_take_back=can_take_back)
+        self._swaps: Swapping | None = None
+        if can_take_back:
+            self._swaps = Swapping(
+                config, profile, self.memory, self._entry, self.bills, self._sequences, block_copy_us
+            )
         self._ran_last: list[Sequence] = []
-        self._num_committed = 0  # blocks that started sequences hold or may still need
-        self._holder: Sequence | None = None  # of the reservation
-        self._deadlines: list[tuple[int, int]] = []  # heap of (start_by_us, seq_id), also of sequences long started
         self._open: _Picked | None = None
         self._next_seq_id = 0
         self._next_step_id = 0
@@ -99,6 +103,11 @@ class Scheduler:
         return len(self._sequences)
 
     @property
+    def has_work(self) -> bool:
+        """Sequences are live, or copies of ended ones are still in flight."""
+        return bool(self._sequences or self.memory.flights)
+
+    @property
     def num_steps(self) -> int:
         """Steps planned so far; the last one's id is one less."""
         return self._next_step_id
@@ -106,12 +115,23 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a first step."""
-        return len(self._waiting)
+        return len(self._entry.waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose KV is on the host, or on the way there or back."""
+        return len(self._swaps.away) if self._swaps is not None else 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Sequences whose KV is gone and will be computed again."""
+        return self._swaps.num_dropped if self._swaps is not None else 0
 
     @property
     def reserved_for(self) -> int | None:
         """The sequence that holds the reservation."""
-        return self._holder.seq_id if self._holder is not None else None
+        holder = self._entry.holder
+        return holder.seq_id if holder is not None else None
 
     def add(self, request: Request, now_us: int) -> Sequence:
         """Take in a request that can run alone on this engine. Raises KeyError for an unknown team."""
@@ -136,17 +156,14 @@ class Scheduler:
         self._next_seq_id += 1
         sequence = Sequence(seq_id, request, BlockTable(self.pool, block_size), num_blocks_max, level)
         sequence.level_path.append(level)
+        sequence.last_us = request.arrival_us
         self._sequences[seq_id] = sequence
-        sequence.num_closed_before = self._num_closed
-        self._waiting[seq_id] = sequence
-        self._waiting_of.setdefault(request.team_id, {})[seq_id] = sequence
-        heapq.heappush(self._needs, (num_blocks_max, seq_id))
-        if request.start_by_us is not None:
-            heapq.heappush(self._deadlines, (request.start_by_us, seq_id))
+        self._entry.add(sequence)
         return sequence
 
     def end(self, seq_id: int, reason: FinishReason, now_us: int) -> Sequence | None:
-        """End a sequence from outside, in any state: its blocks are free at once, the next plan lacks it.
+        """End a sequence from outside, in any state: the next plan lacks it, and its blocks are free at once, but for
+        those of a copy in flight, which are free when it is over.
 
         None when it has ended before.
         """
@@ -158,99 +175,139 @@ class Scheduler:
 
     def expire(self, now_us: int) -> list[Sequence]:
         """End with "timeout" whatever should have started by now and has not."""
-        expired: list[Sequence] = []
-        while self._deadlines and self._deadlines[0][0] <= now_us:
-            _, seq_id = heapq.heappop(self._deadlines)
-            sequence = self._waiting.get(seq_id)
-            if sequence is not None:
-                self._finish(sequence, "timeout", now_us)
-                expired.append(sequence)
-        if len(self._deadlines) > 2 * self.num_waiting + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._waiting]
-            heapq.heapify(self._deadlines)
+        expired = self._entry.expired(now_us)
+        for sequence in expired:
+            self._finish(sequence, "timeout", now_us)
         return expired
 
     def schedule(self, now_us: int) -> StepPlan | None:
-        """Plan the next step, or None when nothing is live. `apply` must follow before the next call."""
+        """Plan the next step; None when nothing is live, or nothing at all can be done. Else `apply` must follow.
+
+        A plan may only copy; one without anything waits for a copy in flight.
+        """
         assert self._open is None, "the step before has not been applied"
-        if not self._sequences:
+        swaps, memory, policy = self._swaps, self.memory, self.policy
+        if not self._sequences and not memory.flights:
             return None
-        policy, profile = self.policy, self._profile
+        copies = Copies()
+        if swaps is not None and not swaps.is_idle(self._ran_last):
+            copies = swaps.plan(policy, self._ran_last, self._next_step_id, now_us)
+        picked = self._pick(now_us)
+        while not (picked.rows or copies.out or copies.back or memory.flights):
+            policy.settle((), now_us)
+            forced = swaps.force(policy, self._next_step_id, now_us) if swaps is not None else None
+            if forced is None:
+                return None
+            copies = forced
+            picked = self._pick(now_us)
+        plan = StepPlan(self._next_step_id, tuple(picked.rows), tuple(copies.out), tuple(copies.back))
+        self._next_step_id += 1
+        picked.plan = plan
+        self._open = picked
+        return plan
+
+    def _pick(self, now_us: int) -> _Picked:
+        """Let the policy pick, and take what fits."""
+        policy, profile, entry, swaps, pool = self.policy, self._profile, self._entry, self._swaps, self.pool
         best, take = policy.best, policy.take
+        block_size = self._config.block_size
         tokens_left = self._config.max_batch_tokens
         slots_left = self._config.max_batch_size
-        rows: list[Row] = []
-        picked: list[Sequence] = []
-        works_us: list[int] = []
-        marginals_us: list[float] = []
-
-        if self._has_room_grown:
-            self._say_who_fits_again()
-        policy.begin(now_us)
+        picked = _Picked([], [], [], [])
+        rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
         refused: list[Sequence] = []
-        self._is_claimant_known = False
-        if self._holder is not None and not self._may_hold(self._holder):
-            self._holder = None
-            self._has_room_grown = True
-        is_closed = self._close(refused)
+        kept = 0
+        if swaps is not None:
+            swaps.begin_step(policy)
+            kept = swaps.promised() + swaps.reserve(self._ran_last)
+        if entry.has_room_grown:
+            entry.say_who_fits_again(policy, pool.num_free)
+        policy.begin(now_us)
+        is_closed = entry.begin(policy, kept, swaps.blocked_teams if swaps is not None else (), refused, pool.num_free)
         while slots_left and tokens_left:
             seq_id = best()
             if seq_id is None:
                 break
             sequence = self._sequences[seq_id]
-            is_new = sequence.status is Status.WAITING
-            if is_new and not self._try_start(sequence, now_us):
-                policy.refuse(seq_id)
-                refused.append(sequence)
-                continue
+            status = sequence.status
+            is_new = False
+            if status is not _RUNNING and status is not _PAUSED:
+                is_new = not sequence.is_started
+                if not is_new or not entry.fits(sequence, pool.num_free):
+                    self._refuse(sequence)
+                    if is_new:
+                        refused.append(sequence)
+                        is_closed = is_closed or (entry.is_tried_enough and entry.close(policy, refused, pool.num_free))
+                    continue
+                self._start(sequence, now_us)
             request, output = sequence.request, sequence.output_token_ids
             start = sequence.num_computed
-            is_decode = bool(output)
-            if is_decode:
-                token_ids: tuple[int, ...] = (output[-1],)
+            is_decode = False
+            samples = False
+            token_ids: tuple[int, ...]
+            if start < sequence.replay_to:
+                end = min(self._chunk_end(start, sequence.num_to_fill, tokens_left), sequence.replay_to)
+                token_ids = (request.prompt_token_ids + tuple(output))[start:end]
+                work_us = 0
+                marginal_us = profile.prefill_marginal_us(start, end - start)
+            elif output:
+                is_decode = samples = True
                 end = start + 1
-                samples = True
+                token_ids = (output[-1],)
                 work_us = profile.decode_work_us(end)
-                marginals_us.append(profile.decode_marginal_us(end))
+                marginal_us = profile.decode_marginal_us(end)
             else:
                 end = self._chunk_end(start, len(request.prompt_token_ids), tokens_left)
                 token_ids = request.prompt_token_ids[start:end]
                 samples = end == len(request.prompt_token_ids)
                 work_us = profile.prefill_work_us(start, end - start)
-                marginals_us.append(profile.prefill_marginal_us(start, end - start))
+                marginal_us = profile.prefill_marginal_us(start, end - start)
+            table = sequence.table
+            missing = -(-end // block_size) - len(table.blocks)
+            if missing > 0:
+                if missing > pool.num_free:
+                    self._refuse(sequence, missing)
+                    continue
+                table.grow_to(end)
+                self._grown(sequence, missing)
             take(seq_id, work_us)
-            sequence.table.grow_to(end)
+            pause_us = now_us - sequence.last_us
+            if pause_us > sequence.longest_pause_us:
+                sequence.longest_pause_us = pause_us
             works_us.append(work_us)
-            picked.append(sequence)
-            rows.append(
-                Row(seq_id, is_decode, start, token_ids, sequence.table.blocks, samples, request.sampling, len(output))
-            )
+            marginals_us.append(marginal_us)
+            sequences.append(sequence)
+            rows.append(Row(seq_id, is_decode, start, token_ids, table.blocks, samples, request.sampling, len(output)))
             tokens_left -= end - start
             slots_left -= 1
             if is_new and not is_closed:
-                is_closed = self._close(refused)
-
-        self._change_slots(picked)
-        if not rows:
-            policy.settle((), now_us)
-            return None
-        plan = StepPlan(self._next_step_id, tuple(rows))
-        self._next_step_id += 1
-        self._open = _Picked(plan, picked, works_us, marginals_us)
-        return plan
+                is_closed = entry.close(policy, refused, pool.num_free)
+        self._change_slots(sequences)
+        return picked
 
     def apply(self, plan: StepPlan, result: StepResult, now_us: int) -> StepOutcome:
-        """Book an executed plan: tokens, charges, levels and endings. Charges sum to the step's measured time."""
+        """Book an executed plan: tokens, charges, levels, copies and endings. Charges, and what is carried for a team
+        that has nothing live, sum to the step's measured time.
+        """
         step = self._open
         assert step is not None and step.plan is plan and result.step_id == plan.step_id, "not the open step"
         self._open = None
-        charges_us = split_step(result.duration_us, step.marginals_us, self._profile.fixed_us)
+        copy_us = self._bill_copies(plan, result)
+        charges_us = split_step(result.duration_us - copy_us, step.marginals_us, self._profile.fixed_us)
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
         new_tokens: list[tuple[int, ...]] = []
         for row, sequence, work_us, charge_us in zip(plan.rows, step.sequences, step.works_us, charges_us, strict=True):
-            sequence.num_computed = row.start + len(row.token_ids)
+            end = row.start + len(row.token_ids)
+            sequence.num_computed = end
+            sequence.last_us = now_us
+            if row.start < sequence.replay_to:
+                self._bill_replay(sequence, row, charge_us)
+                charge_us = 0
             sequence.device_us += charge_us
+            sequence.work_us += work_us
+            if not row.is_decode and self._swaps is not None and end >= sequence.num_to_fill:
+                self._swaps.whole(sequence)
             tokens: tuple[int, ...] = ()
             reason: FinishReason | None = None
             if row.seq_id in result.failed:
@@ -268,7 +325,10 @@ class Scheduler:
             new_tokens.append(tokens)
             served.append(Served(row.seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
 
-        self.policy.settle(served, now_us)
+        if self.bills.carried_us:
+            self.bills.put_carried(step.sequences)
+        overheads = [Overhead(team_id, cost_us) for team_id, cost_us in self.bills.take_overheads().items()]
+        self.policy.settle(served, now_us, overheads)
         level_of = self.policy.level
         events: list[TokenEvent] = []
         for sequence, tokens in zip(step.sequences, new_tokens, strict=True):
@@ -277,114 +337,121 @@ class Scheduler:
             if level != sequence.level:
                 sequence.level = level
                 sequence.level_path.append(level)
+        self._land_copies(result)
+        if self._swaps is not None:
+            self._swaps.ran(step.sequences, result.duration_us)
         for sequence, reason in ending:
             self._finish(sequence, reason, now_us)
         return StepOutcome(tuple(events), tuple(sequence for sequence, _ in ending))
 
     def check(self) -> None:
         """Recount everything by owner and assert that the books agree. For tests and idle moments."""
-        owned = [block for s in self._sequences.values() for block in s.table.blocks]
-        assert len(owned) == len(set(owned)) == self.pool.num_owned, "each owned block has one owner"
-        assert self.pool.num_free + self.pool.num_owned == self.pool.num_blocks, "free + owned = total"
-        started = [s for s in self._sequences.values() if s.status is not Status.WAITING]
-        assert self._num_committed == sum(s.num_blocks_max for s in started) <= self.pool.num_blocks
-        assert self.num_waiting == len(self._sequences) - len(started)
-        assert self.num_waiting == sum(len(waiting) for waiting in self._waiting_of.values())
+        live = self._sequences.values()
+        self.memory.check(s.table for s in live)
+        started = [s for s in live if s.is_started]
+        entry = self._entry
+        assert entry.num_claimed == sum(s.num_claimed for s in started)
+        assert not any(s.num_claimed for s in live if not s.is_started)
+        assert self.num_waiting == sum(s.status is Status.WAITING for s in live)
+        assert self.num_waiting == sum(len(line) for line in entry.waiting_of.values())
         assert all(len(s.table.blocks) <= s.num_blocks_max for s in started)
-        assert not any(s.table.blocks for s in self._sequences.values() if s.status is Status.WAITING)
-        assert not any(s.is_finished for s in self._sequences.values())
+        assert not any(s.table.blocks or s.table.host for s in live if not s.is_started)
+        assert not any(s.is_finished for s in live)
+        if self._swaps is None:
+            assert entry.num_claimed <= self.pool.num_blocks
+            assert all(s.num_claimed == s.num_blocks_max for s in started)
+            return
+        self._swaps.check()
 
     def _chunk_end(self, start: int, num_prompt: int, tokens_left: int) -> int:
         chunk = self._config.prefill_chunk_tokens
         return min(num_prompt, (start // chunk + 1) * chunk, start + tokens_left)
 
-    def _close(self, refused: list[Sequence]) -> bool:
-        """Refuse all new sequences at once when not even the smallest fits. This step has `refused` some before."""
-        needs = self._needs
-        while needs and needs[0][1] not in self._waiting:
-            heapq.heappop(needs)
-        room = self.pool.num_blocks - self._num_committed
-        if not needs or needs[0][0] <= room - (self._holder.num_blocks_max if self._holder is not None else 0):
-            return False
-        if self._holder is not None and self._holder.num_blocks_max <= room:
-            return False
-        self.policy.refuse_new()
-        self._num_closed += 1
-        for sequence in refused:
-            sequence.num_refusals -= 1  # a step counts once
-        if self._holder is None:
-            claimant = self._find_claimant()
-            waiting = self._waiting if claimant is None else self._waiting_of.get(claimant)
-            if waiting:
-                self._reserve_for(next(iter(waiting.values())))
-        return True
-
-    def _find_claimant(self) -> int | None:
-        """Whose sequences may hold the reservation in this step; asked only when somebody might."""
-        if not self._is_claimant_known:
-            self._is_claimant_known = True
-            holding = self._holder.request.team_id if self._holder is not None else None
-            self._claimant = self.policy.claimant(self._waiting_of, holding)
-        return self._claimant
-
-    def _may_hold(self, sequence: Sequence) -> bool:
-        return self._find_claimant() in (None, sequence.request.team_id)
-
-    def _reserve_for(self, sequence: Sequence) -> None:
-        """Give the free reservation to a sequence that was refused often enough, if its team may hold it."""
-        num_refusals = sequence.num_refusals + self._num_closed - sequence.num_closed_before
-        if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(sequence):
-            self._holder = sequence
-            self._has_room_grown = True  # for the holder
-
-    def _say_who_fits_again(self) -> None:
-        self._has_room_grown = False
-        for waiting in self._waiting_of.values():
-            oldest = next(iter(waiting.values()))
-            if (oldest.num_refusals or self._num_closed > oldest.num_closed_before) and self._fits(oldest):
-                self.policy.fits_again(oldest.seq_id)
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence's blocks fit beside all started ones and the reservation."""
-        holder = self._holder
-        num_reserved = holder.num_blocks_max if holder is not None and holder is not sequence else 0
-        return self._num_committed + num_reserved + sequence.num_blocks_max <= self.pool.num_blocks
-
-    def _try_start(self, sequence: Sequence, now_us: int) -> bool:
-        """Let a waiting sequence start if it fits."""
-        holder = self._holder
-        if not self._fits(sequence):
-            sequence.num_refusals += 1
-            if holder is None:
-                self._reserve_for(sequence)
-            return False
-        if holder is sequence:
-            self._holder = None
-        self._num_committed += sequence.num_blocks_max
-        self._forget_waiting(sequence)
-        sequence.first_step_us = now_us
+    def _start(self, sequence: Sequence, now_us: int) -> None:
+        """It fits: it takes its first step, or its first since its KV was dropped."""
+        self._entry.start(sequence)
+        if sequence.first_step_us is None:
+            sequence.first_step_us = now_us
+        sequence.num_refusals = 0
+        if self._swaps is not None:
+            self._swaps.started(sequence)
         sequence.move_to(Status.RUNNING)
-        return True
 
-    def _forget_waiting(self, sequence: Sequence) -> None:
-        del self._waiting[sequence.seq_id]
+    def _refuse(self, sequence: Sequence, missing: int = 0) -> None:
+        """It was picked and has no place in this step: `missing` blocks to grow into, or all of its own."""
+        self.policy.refuse(sequence.seq_id)
+        entry, swaps = self._entry, self._swaps
+        status = sequence.status
+        if status is Status.SWAPPING_IN or status is Status.SWAPPING_OUT:
+            return
+        num_wanted, kind = sequence.num_claim, Kind.START
+        if swaps is not None and sequence.is_started:
+            num_wanted, kind = missing, Kind.GROW
+            if status is Status.SWAPPED:
+                num_wanted, kind = swaps.wanted_to_return(sequence), Kind.UPLOAD
+        teams = swaps.blocked_teams if swaps is not None else ()
+        if swaps is not None:
+            swaps.refused(sequence, kind, num_wanted)
+        entry.refuse(self.policy, sequence, num_wanted, teams)
+
+    def _grown(self, sequence: Sequence, num_blocks: int) -> None:
+        """It has taken so many blocks."""
+        entry, swaps = self._entry, self._swaps
+        if swaps is None:
+            return
+        if entry.holder is sequence:
+            entry.holder = None
+        sequence.num_refusals = 0
+        entry.grown(sequence, len(sequence.table.blocks))
         team_id = sequence.request.team_id
-        waiting = self._waiting_of[team_id]
-        del waiting[sequence.seq_id]
-        if not waiting:
-            del self._waiting_of[team_id]
+        swaps.grew[team_id] = swaps.grew.get(team_id, 0) + num_blocks
+        if sequence.is_half:
+            entry.kept -= num_blocks
 
     def _change_slots(self, picked: list[Sequence]) -> None:
         """Give the picked their slots; whoever ran in the step before and is not among them has lost its own."""
         for sequence in picked:
-            if sequence.status is Status.PAUSED:
-                sequence.move_to(Status.RUNNING)
+            if sequence.status is _PAUSED:
+                sequence.move_to(_RUNNING)
         kept = {sequence.seq_id for sequence in picked}
-        for sequence in self._ran_last:
-            if sequence.seq_id not in kept and not sequence.is_finished:
-                sequence.move_to(Status.PAUSED)
-                sequence.num_preemptions += 1
+        lost = [s for s in self._ran_last if s.seq_id not in kept and s.status is _RUNNING]
+        if lost:
+            ran = {sequence.seq_id for sequence in self._ran_last}
+            gained = [sequence for sequence in picked if sequence.seq_id not in ran]
+        for index, sequence in enumerate(lost):
+            sequence.move_to(_PAUSED)
+            sequence.num_preemptions += 1
+            victim = sequence.request.team_id
+            causer = gained[index % len(gained)].request.team_id if gained else victim
+            self.bills.counts(causer, victim).preemptions += 1
         self._ran_last = picked
+
+    def _bill_copies(self, plan: StepPlan, result: StepResult) -> int:
+        """Charge the step's copy time to the causers. Returns how much that is; the rest is the rows'."""
+        if self._swaps is None:
+            return 0
+        copy_us = result.copy_us if plan.rows else result.duration_us
+        causes = self._swaps.causes((*plan.copies_out, *plan.copies_in)) if copy_us else []
+        if not causes:
+            return 0
+        self.bills.bill_copies(copy_us, causes, self._sequences)
+        return copy_us
+
+    def _bill_replay(self, sequence: Sequence, row: Row, charge_us: int) -> None:
+        team_id = sequence.request.team_id
+        payer = team_id if sequence.displaced_by is None else sequence.displaced_by
+        self.bills.bill(charge_us, Cause(payer, sequence.displaced_for, team_id), self._sequences)
+        self.bills.replayed_tokens += len(row.token_ids)
+
+    def _land_copies(self, result: StepResult) -> None:
+        for copy_id in result.copies_done:
+            assert self._swaps is not None, "a copy nobody asked for"
+            sequence = self._swaps.landed(self.memory.complete(copy_id))
+            if sequence is not None:
+                self.policy.swapped_in(sequence.seq_id)
+        for copy_id in result.copies_failed:
+            assert self._swaps is not None, "a copy nobody asked for"
+            self._swaps.lost(self.memory.fail(copy_id))
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Whether `token_id`, just appended, is the last. The ending token counts as output and is sent."""
@@ -397,16 +464,14 @@ class Scheduler:
         return "length" if num_output >= sampling.max_tokens else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now_us: int) -> None:
-        if sequence.status is Status.WAITING:
-            self._forget_waiting(sequence)
-        else:
-            self._num_committed -= sequence.num_blocks_max
-        self._has_room_grown = True
-        if self._holder is sequence:
-            self._holder = None
+        if self._swaps is not None:
+            self._swaps.left(sequence)
+        self._entry.leave(sequence)
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.ended_us = now_us
-        sequence.table.release()
+        sequence.longest_pause_us = max(sequence.longest_pause_us, now_us - sequence.last_us)
+        sequence.num_promotions = self.policy.num_promotions(sequence.seq_id)
+        self.memory.release(sequence.table)
         del self._sequences[sequence.seq_id]
         self.policy.leave(sequence.seq_id, now_us)

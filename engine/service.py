@@ -282,10 +282,18 @@ def _assemble(
             coast=config.coast,
             chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
             context_len=parts.model.context_len,
+            promotion_percent=config.promotion_percent,
+            min_run_steps=config.swap_min_run_steps,
         ),
     )
     scheduler = Scheduler(
-        config, policy, parts.profile, parts.num_device_blocks, eos_token_ids=parts.model.eos_token_ids
+        config,
+        policy,
+        parts.profile,
+        parts.num_device_blocks,
+        eos_token_ids=parts.model.eos_token_ids,
+        num_host_blocks=parts.num_host_blocks,
+        block_copy_us=parts.block_copy_us,
     )
     core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model)
     profile = parts.profile

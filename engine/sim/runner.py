@@ -11,6 +11,8 @@ from typing import Protocol
 from engine.plan import StepPlan, StepResult
 from policies.cost import StepProfile
 
+COPY_BYTES_PER_SECOND = 4 * 1024**3  # a copy between two pools in one machine's memory; a PCIe link does more
+
 
 class AdvancingClock(Protocol):
     """A clock that a simulated step can move."""
@@ -44,8 +46,12 @@ class SimRunner:
         token_ids: range = range(32, 127),
         end_token_id: int | None = None,
         end_one_in: int = 0,
+        block_copy_us: float = 0.0,
     ) -> None:
-        """Tokens come from `token_ids`. With `end_token_id`, about one token in `end_one_in` is that one instead."""
+        """Tokens come from `token_ids`. With `end_token_id`, about one token in `end_one_in` is that one instead.
+
+        Copies take `block_copy_us` for each block, and are done when their step is: the device stands still for them.
+        """
         if not token_ids:
             raise ValueError("the range of token ids is empty")
         self._profile = profile
@@ -53,17 +59,21 @@ class SimRunner:
         self._token_ids = token_ids
         self._end_token_id = end_token_id
         self._end_one_in = end_one_in
+        self._block_copy_us = block_copy_us
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Let the modelled time pass and name the tokens."""
-        duration_us = step_us(self._profile, plan)
+        copies = (*plan.copies_out, *plan.copies_in)
+        copy_us = round(self._block_copy_us * sum(len(copy.pairs) for copy in copies))
+        duration_us = (step_us(self._profile, plan) if plan.rows else 0) + copy_us
         self._clock.advance(duration_us)
         tokens = {
             row.seq_id: self._token(row.sampling.seed, row.start + len(row.token_ids))
             for row in plan.rows
             if row.samples
         }
-        return StepResult(plan.step_id, duration_us, tokens)
+        copies_done = tuple(copy.copy_id for copy in copies)
+        return StepResult(plan.step_id, duration_us, tokens, copies_done=copies_done, copy_us=copy_us)
 
     def release(self, seq_id: int) -> None:
         """Nothing is kept for a sequence."""

@@ -7,7 +7,7 @@ from engine.model_config import read_model_config
 from engine.model_store import describe
 from engine.parts import EngineParts
 from engine.profiling import read_profile
-from engine.sim.runner import PacedClock, SimRunner
+from engine.sim.runner import COPY_BYTES_PER_SECOND, PacedClock, SimRunner
 from policies.cost import StepProfile
 
 KV_ELEMENT_BYTES = 2  # as if it were served in bfloat16
@@ -31,11 +31,14 @@ def build(config: EngineConfig) -> EngineParts:
         raise ValueError(f"kv memory of {config.kv_memory_bytes} bytes holds no block of {block_bytes} bytes; raise it")
     profile = fixed_profile()
     clock = PacedClock()
+    block_copy_us = block_bytes * 1e6 / COPY_BYTES_PER_SECOND
     return EngineParts(
-        runner=SimRunner(profile, clock, token_ids=printable_token_ids(model.vocab_size)),
+        runner=SimRunner(profile, clock, token_ids=printable_token_ids(model.vocab_size), block_copy_us=block_copy_us),
         clock=clock,
         profile=profile,
         model=model,
         num_device_blocks=config.kv_memory_bytes // block_bytes,
         num_host_blocks=config.host_kv_memory_bytes // block_bytes,
+        block_bytes=block_bytes,
+        block_copy_us=block_copy_us,
     )

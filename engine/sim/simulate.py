@@ -15,7 +15,7 @@ from engine.core import EngineCore, Runner
 from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
-from engine.sim.runner import SimRunner
+from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
 from engine.sim.workload import TraceRequest
 from policies.config import from_profile
 from policies.cost import StepProfile
@@ -28,16 +28,29 @@ KV_BYTES_PER_TOKEN = 23_040
 _VOCAB_SIZE = 128
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The KV pools of a run."""
+
+    num_device_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    block_copy_us: float
+
+
 class HashingRunner:
-    """Passes plans on to a runner and keeps a digest of every schedule it saw."""
+    """Passes plans on to a runner and keeps a digest of every schedule it saw, copies included."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._digest = blake2b(digest_size=16)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan and add who ran, from where and how far."""
+        """Run the plan and add who ran, from where and how far, and whose blocks were copied."""
         rows = ";".join(f"{row.seq_id},{row.start},{len(row.token_ids)}" for row in plan.rows)
+        for name, copies in (("out", plan.copies_out), ("in", plan.copies_in)):
+            if copies:
+                rows += f";{name} " + ",".join(f"{copy.seq_id}:{len(copy.pairs)}" for copy in copies)
         self._digest.update(f"{plan.step_id}:{rows}\n".encode())
         return self._runner.execute(plan)
 
@@ -58,7 +71,10 @@ class _Record:
     first_token_us: int | None = None
     ended_us: int | None = None  # None: refused
     num_preemptions: int = 0
+    num_swaps: int = 0
+    num_recomputes: int = 0
     device_us: int = 0
+    overhead_us: int = 0
 
 
 @dataclass(slots=True)
@@ -72,6 +88,10 @@ class _Run:
     schedule_hash: str = ""
     entitled_us: dict[str, int] = field(default_factory=dict)
     served_us: dict[str, int] = field(default_factory=dict)
+    blocks_out: int = 0
+    blocks_in: int = 0
+    stall_us: int = 0
+    replayed_tokens: int = 0
 
 
 def simulate(
@@ -83,17 +103,25 @@ def simulate(
     team_tiers: Mapping[str, str] | None = None,
     tiers: Iterable[Tier] = DEFAULT_TIERS,
     num_device_blocks: int | None = None,
+    num_host_blocks: int | None = None,
+    block_copy_us: float | None = None,
     context_len: int = CONTEXT_LEN,
 ) -> dict[str, Any]:
     """Replay `trace` under each policy: {"trace": ..., "policies": [one report each, in the order given]}.
 
-    `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` the KV pool is
-    what `config.kv_memory_bytes` holds of SmolLM2-135M's. Times in reports are seconds. Raises ValueError for an
-    unknown policy or tier, or a tier given to a team that the trace lacks.
+    `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` and
+    `num_host_blocks` the KV pools are what `config` gives them of SmolLM2-135M's; how KV is taken back is
+    `config.memory_preemption`. A block's copy takes `block_copy_us`, or the time at COPY_BYTES_PER_SECOND. Times in
+    reports are seconds. Raises ValueError for an unknown policy or tier, or a tier given to a team the trace lacks.
     """
     config = config or EngineConfig(kind="sim")
-    if num_device_blocks is None:
-        num_device_blocks = max(1, config.kv_memory_bytes // (config.block_size * KV_BYTES_PER_TOKEN))
+    block_bytes = config.block_size * KV_BYTES_PER_TOKEN
+    memory = _Memory(
+        max(1, config.kv_memory_bytes // block_bytes) if num_device_blocks is None else num_device_blocks,
+        config.host_kv_memory_bytes // block_bytes if num_host_blocks is None else num_host_blocks,
+        block_bytes,
+        block_bytes * 1e6 / COPY_BYTES_PER_SECOND if block_copy_us is None else block_copy_us,
+    )
     by_name = {tier.name: tier for tier in tiers}
     tier_of: dict[str, Tier] = {}
     for team in sorted({request.team for request in trace}):
@@ -104,7 +132,7 @@ def simulate(
     absent = sorted(set(team_tiers or {}) - set(tier_of))
     if absent:
         raise ValueError(f"the trace has no team {absent[0]!r}; there are: {', '.join(tier_of)}")
-    runs = [_replay(trace, policy, tier_of, config, profile, num_device_blocks, context_len) for policy in policies]
+    runs = [_replay(trace, policy, tier_of, config, profile, memory, context_len) for policy in policies]
     return {
         "trace": {
             "num_requests": len(trace),
@@ -113,7 +141,14 @@ def simulate(
             "prompt_tokens": sum(request.prompt_tokens for request in trace),
             "output_tokens": sum(request.output_tokens for request in trace),
         },
-        "policies": [_report(run, tier_of, config, profile) for run in runs],
+        "memory": {
+            "preemption": config.memory_preemption,
+            "num_device_blocks": memory.num_device_blocks,
+            "num_host_blocks": memory.num_host_blocks,
+            "block_bytes": memory.block_bytes,
+            "block_copy_us": round(memory.block_copy_us, 3),
+        },
+        "policies": [_report(run, tier_of, config, profile, memory.block_bytes) for run in runs],
     }
 
 
@@ -141,11 +176,11 @@ def _replay(
     tier_of: Mapping[str, Tier],
     config: EngineConfig,
     profile: StepProfile,
-    num_device_blocks: int,
+    memory: _Memory,
     context_len: int,
 ) -> _Run:
     clock = VirtualClock()
-    runner = HashingRunner(SimRunner(profile, clock))
+    runner = HashingRunner(SimRunner(profile, clock, block_copy_us=memory.block_copy_us))
     constants = from_profile(
         profile,
         levels=config.levels,
@@ -153,12 +188,22 @@ def _replay(
         coast=config.coast,
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
         context_len=context_len,
+        promotion_percent=config.promotion_percent,
+        min_run_steps=config.swap_min_run_steps,
     )
     policy = make_policy(policy_name, constants)
     model = ModelInfo(
         name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="", device="sim"
     )
-    core = EngineCore(config, Scheduler(config, policy, profile, num_device_blocks), runner, clock, model)
+    scheduler = Scheduler(
+        config,
+        policy,
+        profile,
+        memory.num_device_blocks,
+        num_host_blocks=memory.num_host_blocks,
+        block_copy_us=memory.block_copy_us,
+    )
+    core = EngineCore(config, scheduler, runner, clock, model)
     team_ids = {team: team_id for team_id, team in enumerate(tier_of)}
     core.configure(ConfigureTeams(teams=tuple(_entry(team_ids[team], tier) for team, tier in tier_of.items())))
 
@@ -184,9 +229,17 @@ def _replay(
             record = run.records[int(finished.request_id)]
             record.ended_us = clock.now_us()
             record.num_preemptions = finished.num_preemptions
+            record.num_swaps = finished.num_swaps
+            record.num_recomputes = finished.num_recomputes
             record.device_us = finished.device_us
+            record.overhead_us = finished.overhead_us
             run.ended_us = clock.now_us()
     run.schedule_hash = runner.schedule_hash
+    bills = scheduler.bills
+    for counts in bills.take_counts().values():
+        run.blocks_out += counts.blocks_out
+        run.blocks_in += counts.blocks_in
+    run.stall_us, run.replayed_tokens = bills.stall_us, bills.replayed_tokens
     names = list(tier_of)
     for service in policy.team_service():
         run.served_us[names[service.team_id]] = service.served_us
@@ -214,7 +267,9 @@ def _entry(team_id: int, tier: Tier) -> TeamEntry:
     )
 
 
-def _report(run: _Run, tier_of: Mapping[str, Tier], config: EngineConfig, profile: StepProfile) -> dict[str, Any]:
+def _report(
+    run: _Run, tier_of: Mapping[str, Tier], config: EngineConfig, profile: StepProfile, block_bytes: int
+) -> dict[str, Any]:
     served_us = sum(run.served_us.values())
     teams = []
     for team, tier in tier_of.items():
@@ -238,6 +293,10 @@ def _report(run: _Run, tier_of: Mapping[str, Tier], config: EngineConfig, profil
         "seconds": _seconds(run.ended_us),
         "output_tokens": output_tokens,
         "output_tokens_per_second": _ratio(output_tokens * 1_000_000, run.ended_us),
+        "bytes_out": run.blocks_out * block_bytes,
+        "bytes_in": run.blocks_in * block_bytes,
+        "stall_seconds": _seconds(run.stall_us),
+        "replayed_tokens": run.replayed_tokens,
         "total": _figures(run.records, config, profile),
         "teams": teams,
     }
@@ -259,7 +318,10 @@ def _figures(records: Sequence[_Record], config: EngineConfig, profile: StepProf
         "num_requests": len(records),
         "num_refused": len(records) - len(ended),
         "num_preemptions": sum(record.num_preemptions for record in ended),
+        "num_swaps": sum(record.num_swaps for record in ended),
+        "num_recomputes": sum(record.num_recomputes for record in ended),
         "device_seconds": _seconds(sum(record.device_us for record in ended)),
+        "overhead_device_seconds": _seconds(sum(record.overhead_us for record in ended)),
         "ttft_seconds": _distribution([us / 1_000_000 for us in first_us]),
         "jct_seconds": _distribution([us / 1_000_000 for us in whole_us]),
         "slowdown": _distribution(slowdowns),

@@ -1,6 +1,6 @@
 """What the engine's tests share: a policy simple enough to check by eye, and short ways to build an engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
@@ -10,7 +10,7 @@ from engine.scheduler import Scheduler
 from engine.sim.runner import SimRunner
 from policies.cost import StepProfile
 from policies.policy import Policy
-from policies.sequences import SequenceTerms, Served, TeamService, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
 
 UNIT_PROFILE = StepProfile(
     fixed_us=0.0, prefill_token_us=10.0, prefill_attention_us=0.0, decode_row_us=1000.0, decode_context_us=0.0
@@ -26,6 +26,7 @@ class ArrivalOrder:
         self.live: dict[int, SequenceTerms] = {}
         self.team_ids: set[int] = set()
         self.charged_us: dict[int, int] = {}
+        self.overhead_us: dict[int, int] = {}  # by team
         self.taken: list[int] = []
         self.refused: list[int] = []
         self.is_picking = False
@@ -56,7 +57,7 @@ class ArrivalOrder:
         return next((seq_id for seq_id in sorted(self.live) if seq_id not in self._tried), None)
 
     def take(self, seq_id: int, work_us: int) -> None:
-        assert seq_id == self.best() and work_us > 0
+        assert seq_id == self.best() and work_us >= 0
         self._tried.add(seq_id)
         self._ever_taken.add(seq_id)
         self.taken.append(seq_id)
@@ -75,11 +76,31 @@ class ArrivalOrder:
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         return None
 
-    def settle(self, served: Sequence[Served], now_us: int) -> None:
+    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         assert self.is_picking and [s.seq_id for s in served] == self.taken
         self.is_picking = False
+        for overhead in overheads:
+            self.overhead_us[overhead.team_id] = self.overhead_us.get(overhead.team_id, 0) + overhead.cost_us
         for row in served:
             self.charged_us[row.seq_id] = self.charged_us.get(row.seq_id, 0) + row.cost_us
+
+    def swapped_in(self, seq_id: int) -> None:
+        assert not self.is_picking and seq_id in self.live
+
+    def is_protected(self, seq_id: int) -> bool:
+        return False
+
+    def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
+        """In order of arrival; each slot's worth of sequences takes a millisecond."""
+        order = sorted(self.live)
+        return [Turn(seq_id, order.index(seq_id) // slots * 1000) for seq_id in sorted(seq_ids)]
+
+    def over_served(self, team_ids: Iterable[int]) -> list[int]:
+        return sorted(team_ids)
+
+    def num_promotions(self, seq_id: int) -> int:
+        assert seq_id in self.live
+        return 0
 
     def leave(self, seq_id: int, now_us: int) -> None:
         assert not self.is_picking
@@ -99,6 +120,8 @@ class Engine:
         self,
         *,
         blocks: int = 24,
+        host_blocks: int = 0,
+        block_copy_us: float = 0.0,
         policy: Policy | None = None,
         profile: StepProfile = UNIT_PROFILE,
         runner: Runner | None = None,
@@ -106,13 +129,21 @@ class Engine:
         context_len: int = 1024,
         eos: tuple[int, ...] = (),
         teams: tuple[TeamEntry, ...] = (),
-        **settings: int,
+        **settings: int | str,
     ) -> None:
         self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
         self.clock = clock or VirtualClock()
         self.policy = policy or ArrivalOrder()
-        self.scheduler = Scheduler(self.config, self.policy, profile, blocks, eos_token_ids=eos)
-        self.runner = runner or SimRunner(profile, self.clock)
+        self.scheduler = Scheduler(
+            self.config,
+            self.policy,
+            profile,
+            blocks,
+            eos_token_ids=eos,
+            num_host_blocks=host_blocks,
+            block_copy_us=block_copy_us,
+        )
+        self.runner = runner or SimRunner(profile, self.clock, block_copy_us=block_copy_us)
         model = ModelInfo(
             name="sim", path="", vocab_size=256, context_len=context_len, eos_token_ids=eos, dtype="", device=""
         )

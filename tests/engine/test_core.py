@@ -194,7 +194,7 @@ def test_old_deadlines_do_not_pile_up() -> None:
         engine.core.add(submit(f"r{index}", output=1, max_queue_us=10**12))
         if index % 8 == 7:
             engine.run()
-    assert len(engine.scheduler._deadlines) <= 2 * 8 + 64
+    assert len(engine.scheduler._entry._deadlines) <= 2 * 8 + 64
 
 
 @pytest.mark.case("K43")

@@ -3,10 +3,11 @@
 import pytest
 
 from engine.config import EngineConfig
+from engine.entry import REFUSALS_BEFORE_RESERVATION
 from engine.messages import SamplingParams
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, Status
-from engine.scheduler import REFUSALS_BEFORE_RESERVATION, Scheduler
+from engine.scheduler import Scheduler
 from policies.sequences import TeamTerms
 from tests.engine.support import UNIT_PROFILE, ArrivalOrder, Engine, submit
 

@@ -1,0 +1,381 @@
+"""Carries out what `engine.swap_planner` decides: the scheduler's half that moves KV between device and host.
+
+Moves are made before a step is picked, from what was refused in the step before, so a victim is never in the plan that
+copies it and its newest block was written by an earlier step. A sequence whose copy is in flight is in no plan either.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.billing import Bills, Cause
+from engine.blocks import blocks_for
+from engine.config import EngineConfig
+from engine.entry import Entry
+from engine.memory import Flight, KVMemory, LinkBudget
+from engine.plan import BlockCopy
+from engine.request import Sequence, Status
+from engine.swap_planner import Away, Kind, Move, Need, Pools, Resident, SwapPlanner
+from policies.cost import StepProfile
+from policies.policy import Policy
+
+MODES = ("proactive", "reactive", "recompute", "none")
+RESERVE_STEPS = 4  # H of guard G4
+_AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
+_PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
+_RESIDENT = (Status.RUNNING, Status.PAUSED)
+
+
+@dataclass(slots=True)
+class Copies:
+    """The copies of the next plan."""
+
+    out: list[BlockCopy] = field(default_factory=list)
+    back: list[BlockCopy] = field(default_factory=list)
+
+
+class Swapping:
+    """Owns the planner, the link's budget, the causes of copies in flight, and what a step was refused for."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        profile: StepProfile,
+        memory: KVMemory,
+        entry: Entry,
+        bills: Bills,
+        sequences: Mapping[int, Sequence],
+        block_copy_us: float,
+    ) -> None:
+        self._memory, self._entry, self._bills, self._sequences = memory, entry, bills, sequences
+        self._profile = profile
+        self._block_size = config.block_size
+        self._slots = config.max_batch_size
+        self._chunk_blocks = blocks_for(config.prefill_chunk_tokens, config.block_size)
+        self._link = LinkBudget(block_copy_us, config.swap_link_percent)
+        self._mode = config.memory_preemption
+        self._planner = SwapPlanner(
+            self._mode,
+            gamma=config.swap_benefit,
+            min_run_steps=config.swap_min_run_steps,
+            copy_us=self._link.copy_us,
+            has_host=memory.host.num_blocks > 0,
+        )
+        self.needs: list[Need] = []  # of the step being picked, or of the last one
+        self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step
+        self.blocked_teams: set[int] = set()
+        self.half: dict[int, Sequence] = {}  # started and not whole
+        self.away: dict[int, Sequence] = {}  # on the host, or on the way there or back
+        self.num_dropped = 0
+        self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
+        self._safe: dict[int, Sequence] = {}  # in their minimum run
+        self._causes: dict[int, Cause] = {}  # of the copies in flight
+        self._step_us = 0
+
+    def refused(self, sequence: Sequence, kind: Kind, num_blocks: int) -> None:
+        """It was picked and lacks `num_blocks` device blocks."""
+        if len(self.needs) < 2 * self._slots:
+            self.needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
+        if sequence.status is not Status.WAITING:
+            self.blocked[sequence.seq_id] = sequence
+            self.blocked_teams.add(sequence.request.team_id)
+
+    def wanted_to_return(self, sequence: Sequence) -> int:
+        """Device blocks that one on the host wants free: its own, and those of its whole prompt or its next token."""
+        tokens = sequence.num_to_fill if sequence.is_half else sequence.num_computed + 1
+        return min(sequence.num_blocks_max, max(len(sequence.table.host), blocks_for(tokens, self._block_size)))
+
+    def promised(self) -> int:
+        """Missing blocks of the half-computed prompts on the device."""
+        return sum(
+            blocks_for(one.num_to_fill, self._block_size) - len(one.table.blocks)
+            for one in self.half.values()
+            if one.table.blocks or one.status in _RESIDENT
+        )
+
+    def reserve(self, ran_last: Iterable[Sequence]) -> int:
+        """G4: blocks that those now decoding take in the next steps."""
+        size = self._block_size
+        total = 0
+        for one in ran_last:
+            if one.status in _RESIDENT and not one.is_half:
+                ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
+                total += max(0, blocks_for(ahead, size) - len(one.table.blocks))
+        return total
+
+    def is_idle(self, ran_last: Collection[Sequence]) -> bool:
+        """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
+        return not (self.needs or self.away) and self._memory.device.num_free > len(ran_last) * (
+            1 + len(self.half) * self._chunk_blocks
+        )
+
+    def plan(self, policy: Policy, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
+        """Move what should be moved before the next step."""
+        needs = [need for need in self.needs if self._is_still(need)]
+        copies = Copies()
+        reserve = self.reserve(ran_last)
+        free, incoming = self._memory.device.num_free, self._memory.num_incoming
+        pools = self._pools(reserve, now_us)
+        ahead = reserve + min(pools.promised, len(self.half) * self._chunk_blocks)
+        is_short = free + incoming < ahead
+        if not (needs or is_short or (self.away and self._mode == "proactive")):
+            return copies
+        holder = self._entry.holder
+        residents, away = self._views(num_steps)
+        turns = policy.turns(self._named(residents, away, needs), self._slots, now_us)
+        moves = self._planner.plan(
+            msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
+            residents,
+            away,
+            needs,
+            turns,
+            step_us=self._step_us,
+            holder=holder.seq_id if holder is not None else None,
+            grower_team=max(self.grew, key=lambda team: (self.grew[team], -team), default=None),
+            over_served=policy.over_served,
+        )
+        self._carry_out(moves, copies, num_steps)
+        return copies
+
+    def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
+        """Nothing can run: make room whatever the guards say. None when not even that helps."""
+        if not self.needs:
+            return None
+        holder = self._entry.holder
+        residents, away = self._views(num_steps)
+        turns = policy.turns(self._named(residents, away, self.needs), self._slots, now_us)
+        moves = self._planner.force(
+            self._pools(0, now_us),
+            residents,
+            away,
+            self.needs,
+            turns,
+            holder=holder.seq_id if holder is not None else None,
+            over_served=policy.over_served,
+        )
+        if not moves:
+            return None
+        copies = Copies()
+        self._carry_out(moves, copies, num_steps)
+        return copies
+
+    def causes(self, copies: Iterable[BlockCopy]) -> list[tuple[Cause, int]]:
+        """Who pays for these copies, and their blocks; when there are none, for all that are in flight."""
+        named = list(copies) or [flight.copy for flight in self._memory.flights.values()]
+        return [(self._causes[copy.copy_id], len(copy.pairs)) for copy in named]
+
+    def landed(self, flight: Flight) -> Sequence | None:
+        """A copy is done. The sequence whose upload it was, if that goes on."""
+        self._causes.pop(flight.copy.copy_id)
+        self._entry.has_room_grown = True
+        sequence = self._sequences.get(flight.copy.seq_id)
+        if sequence is None:
+            return None
+        if flight.is_out:
+            sequence.move_to(Status.SWAPPED)
+            return None
+        del self.away[sequence.seq_id]
+        sequence.move_to(Status.PAUSED)
+        sequence.min_run_left = self._planner.min_run_steps
+        self._safe[sequence.seq_id] = sequence
+        if not sequence.is_half:
+            sequence.displaced_by = None
+        return sequence
+
+    def lost(self, flight: Flight) -> None:
+        """A copy was given up: the sequence's KV is gone, and will be computed again."""
+        cause = self._causes.pop(flight.copy.copy_id)
+        self._entry.has_room_grown = True
+        sequence = self._sequences.get(flight.copy.seq_id)
+        if sequence is not None:
+            del self.away[sequence.seq_id]
+            self._forget_kv(sequence, cause)
+
+    def ran(self, sequences: Iterable[Sequence], duration_us: int) -> None:
+        """A step is over: minimum runs get shorter, and the average step is learned."""
+        if self._safe:
+            for sequence in sequences:
+                if sequence.min_run_left:
+                    sequence.min_run_left -= 1
+                    if not sequence.min_run_left:
+                        self._safe.pop(sequence.seq_id, None)
+        self._step_us += (duration_us - self._step_us) >> _AVERAGE_SHIFT if self._step_us else duration_us
+
+    def started(self, sequence: Sequence) -> None:
+        """It takes its first step, or the first since its KV was dropped."""
+        if sequence.status is Status.DROPPED:
+            self.num_dropped -= 1
+        self.half[sequence.seq_id] = sequence
+
+    def whole(self, sequence: Sequence) -> None:
+        """Its prompt is whole, or whole again."""
+        self._entry.filled(sequence)
+        self.half.pop(sequence.seq_id, None)
+        sequence.displaced_by = None
+
+    def left(self, sequence: Sequence) -> None:
+        """It has ended; its status still says where it was."""
+        seq_id = sequence.seq_id
+        if sequence.status is Status.DROPPED:
+            self.num_dropped -= 1
+        self.half.pop(seq_id, None)
+        self.away.pop(seq_id, None)
+        self.blocked.pop(seq_id, None)
+        self._safe.pop(seq_id, None)
+
+    def begin_step(self, policy: Policy) -> None:
+        """Tell the policy who of the refused would fit now, and forget what was refused."""
+        if self._entry.has_room_grown:
+            free = self._memory.device.num_free
+            for sequence in self.blocked.values():
+                if (sequence.status in _RESIDENT and sequence.num_wanted <= free) or (
+                    sequence.status is Status.DROPPED and self._entry.fits(sequence, free)
+                ):
+                    policy.fits_again(sequence.seq_id)
+        self.needs = []
+        self.blocked = {}
+        self.blocked_teams = set()
+        self.grew = {}
+
+    def check(self) -> None:
+        """Assert that what is counted here agrees with the sequences."""
+        live = self._sequences.values()
+        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
+        assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
+        assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}
+        assert self.num_dropped == sum(s.status is Status.DROPPED for s in live)
+        half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.half.values())
+        assert self._entry.num_half == half <= self._memory.device.num_blocks
+        flights = {flight.copy.seq_id: flight for flight in self._memory.flights.values() if not flight.is_orphan}
+        for sequence in live:
+            is_moving = sequence.status in (Status.SWAPPING_OUT, Status.SWAPPING_IN)
+            assert is_moving == (sequence.seq_id in flights)
+        assert self._causes.keys() == self._memory.flights.keys()
+
+    def _is_still(self, need: Need) -> bool:
+        return need.seq_id in self._sequences
+
+    def _pools(self, reserve: int, now_us: int) -> Pools:
+        memory = self._memory
+        return Pools(
+            free=memory.device.num_free,
+            incoming=memory.num_incoming,
+            promised=self.promised(),
+            reserve=reserve,
+            host_free=memory.host.num_free,
+            link_us=self._link.left_us(now_us),
+        )
+
+    def _views(self, num_steps: int) -> tuple[list[Resident], list[Away]]:
+        residents: list[Resident] = []
+        away: list[Away] = []
+        for one in self._sequences.values():
+            table = one.table
+            if one.status in _RESIDENT:
+                if table.blocks:
+                    residents.append(self._resident(one, num_steps))
+            elif one.status is Status.SWAPPED:
+                wanted = self.wanted_to_return(one)
+                team_id = one.request.team_id
+                away.append(Away(one.seq_id, team_id, len(table.host), wanted, not one.is_half, one.num_computed))
+        return residents, away
+
+    def _resident(self, one: Sequence, num_steps: int) -> Resident:
+        table = one.table
+        is_safe = one.min_run_left > 0 and (
+            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * one.min_run_left
+        )
+        return Resident(
+            seq_id=one.seq_id,
+            team_id=one.request.team_id,
+            num_blocks=len(table.blocks),
+            num_dirty=len(table.blocks) - self._memory.num_clean(table, one.num_computed),
+            num_host=len(table.host),
+            is_whole=not one.is_half,
+            num_computed=one.num_computed,
+            attained_us=one.work_us,
+            is_protected=is_safe,
+            replay_us=0 if self._planner.can_swap else self._profile.prefill_work_us(0, one.num_computed),
+        )
+
+    def _named(self, residents: list[Resident], away: list[Away], needs: Iterable[Need]) -> set[int]:
+        return {one.seq_id for group in (residents, away, needs) for one in group}
+
+    def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
+        for move in moves:
+            sequence = self._sequences[move.seq_id]
+            if move.kind == "forget":
+                self._memory.forget_host_copy(sequence.table)
+            elif move.kind == "in":
+                copies.back.append(self._bring_back(sequence, num_steps))
+            else:
+                cause = Cause(move.team_id, move.for_seq, sequence.request.team_id)
+                if sequence.status is Status.RUNNING:
+                    sequence.move_to(Status.PAUSED)
+                    sequence.num_preemptions += 1
+                    self._bills.counts(cause.team_id, cause.victim_team).preemptions += 1
+                self._entry.has_room_grown = True
+                if move.kind == "drop":
+                    self.away.pop(sequence.seq_id, None)
+                    self._memory.drop(sequence.table)
+                    self._forget_kv(sequence, cause)
+                else:
+                    copy = self._move_out(sequence, cause, num_steps)
+                    if copy is not None:
+                        copies.out.append(copy)
+
+    def _move_out(self, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
+        since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
+        self._planner.note_out(since)
+        self._safe.pop(sequence.seq_id, None)
+        sequence.min_run_left = 0
+        sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
+        sequence.num_swaps += 1
+        copy = self._memory.swap_out(sequence.seq_id, sequence.table, sequence.num_computed)
+        sequence.move_to(Status.SWAPPING_OUT)
+        self.away[sequence.seq_id] = sequence
+        counts = self._bills.counts(cause.team_id, cause.victim_team)
+        counts.swaps_out += 1
+        if copy is None:
+            sequence.move_to(Status.SWAPPED)
+            return None
+        self._note(copy, cause)
+        counts.blocks_out += len(copy.pairs)
+        return copy
+
+    def _bring_back(self, sequence: Sequence, num_steps: int) -> BlockCopy:
+        if self._entry.holder is sequence:
+            self._entry.holder = None
+        team_id = sequence.request.team_id
+        payer = team_id if sequence.displaced_by is None else sequence.displaced_by
+        cause = Cause(payer, sequence.displaced_for, team_id)
+        copy = self._memory.swap_in(sequence.seq_id, sequence.table)
+        sequence.move_to(Status.SWAPPING_IN)
+        sequence.num_refusals = 0
+        sequence.uploaded_step = num_steps
+        self._planner.note_upload()
+        self._note(copy, cause)
+        counts = self._bills.counts(cause.team_id, team_id)
+        counts.swaps_in += 1
+        counts.blocks_in += len(copy.pairs)
+        return copy
+
+    def _note(self, copy: BlockCopy, cause: Cause) -> None:
+        self._causes[copy.copy_id] = cause
+        self._link.use(len(copy.pairs))
+
+    def _forget_kv(self, sequence: Sequence, cause: Cause) -> None:
+        """Its KV is gone, wherever it was."""
+        self.half.pop(sequence.seq_id, None)
+        self._safe.pop(sequence.seq_id, None)
+        self._entry.leave(sequence)
+        sequence.move_to(Status.DROPPED)
+        sequence.replay_to = max(sequence.replay_to, sequence.num_computed)
+        sequence.num_computed = 0
+        sequence.min_run_left = 0
+        sequence.num_recomputes += 1
+        sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
+        self._entry.resize(sequence)
+        self.num_dropped += 1
+        self._bills.counts(cause.team_id, cause.victim_team).recomputes += 1

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """One trace under FCFS and under EG-MLFQ (and on a peer), in turn, each on a fresh server with the same slots.
 
-    python -m benchmarks.compare_policies --trace T.jsonl [--model smollm2-135m] [--max-batch-size 16] [--rounds 5]
+    python -m benchmarks.compare_policies --trace T.jsonl [--model smollm2-135m] [--slots 16] [--rounds 5]
+        [--kv-memory 64MiB] [--host-kv-memory 1GiB]
         [--peer-command "python -m vllm.entrypoints.openai.api_server --port 8200 ..." --peer-url http://127.0.0.1:8200]
 
 Prints each run's table, then for every figure the ratio EG-MLFQ / FCFS (or peer / EG-MLFQ): the median over the rounds
@@ -32,7 +33,9 @@ from gateway.policy_run import RunOptions, run_policy
 from gateway.render import CommandError, print_table
 from gateway.replay import Target, replay, summarise
 
-SHOWN = ("team", "requests", "failed", "ttft_mean", "ttft_p95", "jct_mean", "jct_p95", "slowdown_mean")
+SHOWN = ("team", "requests", "failed", "ttft_mean", "ttft_p95", "ttft_p99", "jct_mean", "jct_p95", "slowdown_mean")
+COUNTED = ("share", "entitled", "preemptions", "swaps", "recomputes", "promotions")
+COMPARED = ("ttft_mean", "ttft_p99", "jct_mean", "jct_p95")
 PEER = "peer"
 PEER_START_SECONDS = 300
 
@@ -43,7 +46,9 @@ def main() -> int:
     parser.add_argument("--trace", required=True, type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="torch", choices=["torch", "sim"])
-    parser.add_argument("--max-batch-size", default="16")
+    parser.add_argument("--slots", "--max-batch-size", default="16", metavar="N", help="sequences in one step")
+    parser.add_argument("--kv-memory", default="", metavar="SIZE", help="device memory for the KV cache")
+    parser.add_argument("--host-kv-memory", default="", metavar="SIZE", help="host memory for swapped KV")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--weight", action="append", default=[], metavar="TIER=N", help="another weight for a tier")
     parser.add_argument("--peer-command", default="", help="starts an OpenAI-compatible server of the same model")
@@ -55,9 +60,18 @@ def main() -> int:
     rounds: list[dict[str, dict[str, Any]]] = []
     names = [*POLICIES, PEER] if arguments.peer_command else list(POLICIES)
     with tempfile.TemporaryDirectory(prefix="terazi-compare-") as root:
-        size = arguments.max_batch_size
         weights = {tier: int(weight) for tier, weight in (pair.split("=", 1) for pair in arguments.weight)}
-        options = RunOptions(Path(root), arguments.engine, arguments.model, size, vocab_size, QUESTION, weights)
+        options = RunOptions(
+            Path(root),
+            arguments.engine,
+            arguments.model,
+            arguments.slots,
+            vocab_size,
+            QUESTION,
+            weights,
+            arguments.kv_memory,
+            arguments.host_kv_memory,
+        )
         for number in range(arguments.rounds):
             runs: dict[str, dict[str, Any]] = {}
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -67,7 +81,7 @@ def main() -> int:
                     run = run_policy(name, trace, options, lambda _: None)
                 runs[name] = {key: value for key, value in run.items() if key not in ("series", "samples")}
                 speed = f"{run['output_tokens_per_second']:.1f} output tokens/s, {run['wall_seconds']:.1f} s"
-                columns = SHOWN[:-1] if name == PEER else [*SHOWN, "share", "entitled", "preemptions"]
+                columns = SHOWN[:-1] if name == PEER else [*SHOWN, *COUNTED]
                 print_table(run["teams"], list(columns), title=f"round {number + 1}, {name}: {speed}")
                 sys.stdout.flush()
             rounds.append(runs)
@@ -94,7 +108,7 @@ def ratios(rounds: Sequence[dict[str, dict[str, Any]]], over: str, under: str) -
 
     rows = []
     for team in [row["team"] for row in rounds[0][over]["teams"]]:
-        for name in ("ttft_mean", "jct_mean", "jct_p95"):
+        for name in COMPARED:
             found = [(_cell(runs[over], team, name), _cell(runs[under], team, name)) for runs in rounds]
             values = [a / b for a, b in found if a is not None and b]
             if values:
@@ -127,7 +141,7 @@ def run_peer(command: str, url: str, trace: Sequence[TraceRequest], vocab_size: 
         row = {"team": team, "requests": one["requests"], "failed": one["failed"]}
         for name in ("ttft", "jct"):
             figures = one[f"{name}_seconds"] or {}
-            row |= {f"{name}_mean": figures.get("mean"), f"{name}_p95": figures.get("p95")}
+            row |= {f"{name}_{which}": figures.get(which) for which in ("mean", "p95", "p99")}
         rows.append(row)
     return {**summary, "failed": summary["all"]["failed"], "teams": rows}
 

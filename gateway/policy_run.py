@@ -36,6 +36,7 @@ class RunOptions:
     weights: Mapping[str, int] = field(default_factory=dict)  # of tiers; those not named keep their default
     kv_memory: str = ""  # as --kv-memory; "" is the server's default
     host_kv_memory: str = ""
+    max_batch_tokens: str = ""
 
 
 async def _make_teams(admin: AdminClient, teams: Sequence[str], weights: Mapping[str, int]) -> dict[str, str]:
@@ -99,6 +100,7 @@ def serve_options(policy: str, options: RunOptions) -> list[str]:
         "--engine": options.engine,
         "--model": options.model,
         "--max-batch-size": options.max_batch_size,
+        "--max-batch-tokens": options.max_batch_tokens,
         "--kv-memory": options.kv_memory,
         "--host-kv-memory": options.host_kv_memory,
     }

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""What a flood by another team costs a light team: its p99 time to the first token alone, and beside the flood.
+
+    python -m benchmarks.isolation [--factor 16] [--rounds 5] [--seconds 60] [--slots 16] [--policy eg-mlfq ...]
+        [--real [--model smollm2-135m]] [--kv-memory 64MiB] [--out r.json]
+
+Two teams of the same tier send requests of the same kind, Poisson arrivals; the flood team sends `--factor` times as
+many, which is more than the device does. Each round has arrivals of its own (its seed), and both runs of a round have
+the same arrivals of the light team. In the simulator on the shipped step profile; with `--real` on a real server over
+HTTP. Prints every round and the median ratio.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.model_store import prepare
+from engine.sim.service import fixed_profile
+from engine.sim.simulate import simulate
+from engine.sim.workload import TraceRequest
+from gateway.policy_run import RunOptions, run_policy
+from gateway.render import print_table
+from gateway.settings import parse_text, setting
+
+LIGHT, FLOOD = "light", "flood"
+PROMPT = (32, 512)  # tokens, log-uniform
+OUTPUT = (8, 64)
+
+
+def arrivals(rng: random.Random, team: str, rate: float, seconds: float) -> list[TraceRequest]:
+    """One team's Poisson arrivals of short and middling requests."""
+    rows, at = [], rng.expovariate(rate)
+    while at < seconds:
+        rows.append(TraceRequest(round(at * 1e6), team, log_uniform(rng, *PROMPT), log_uniform(rng, *OUTPUT)))
+        at += rng.expovariate(rate)
+    return rows
+
+
+def log_uniform(rng: random.Random, least: int, most: int) -> int:
+    """As many between 32 and 64 as between 256 and 512."""
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+
+def traces(seed: int, factor: float, rate: float, seconds: float) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """The light team alone, and the same with the flood."""
+    light = arrivals(random.Random(f"{LIGHT}:{seed}"), LIGHT, rate, seconds)
+    flood = arrivals(random.Random(f"{FLOOD}:{seed}"), FLOOD, rate * factor, seconds)
+    return light, sorted([*light, *flood], key=lambda row: row.at_us)
+
+
+class Simulated:
+    """Runs in the simulator."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        kv_memory = parse_text(setting("kv_memory"), arguments.kv_memory or "2GiB", "--kv-memory")
+        self._config = EngineConfig(
+            kind="sim",
+            max_batch_size=arguments.slots,
+            max_batch_tokens=arguments.batch_tokens,
+            kv_memory_bytes=kv_memory,
+        )
+
+    def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
+        """The light team's times to the first token, described."""
+        report = simulate(trace, [policy], profile=fixed_profile(), config=self._config)
+        (team,) = (team for team in report["policies"][0]["teams"] if team["team"] == LIGHT)
+        found: dict[str, float] = team["ttft_seconds"]
+        return found
+
+
+class Real:
+    """Runs on a server of its own for each trace."""
+
+    def __init__(self, arguments: argparse.Namespace, root: Path) -> None:
+        self._options = RunOptions(
+            data_root=root,
+            engine="torch",
+            model=arguments.model,
+            max_batch_size=str(arguments.slots),
+            vocab_size=prepare(arguments.model).config.vocab_size,
+            question="What is the capital of France?",
+            kv_memory=arguments.kv_memory,
+            max_batch_tokens=str(arguments.batch_tokens),
+        )
+
+    def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
+        """The same over HTTP, from the client's clock."""
+        run = run_policy(policy, trace, self._options, lambda _: None)
+        if run["failed"]:
+            raise SystemExit(f"{run['failed']} requests failed: {run['errors']}")
+        (team,) = (row for row in run["teams"] if row["team"] == LIGHT)
+        return {name: team[f"ttft_{name}"] for name in ("mean", "p95", "p99")}
+
+
+def measure(
+    runs: Simulated | Real, policy: str, seeds: Sequence[int], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row for each round, and the medians."""
+    rows = []
+    for seed in seeds:
+        alone_trace, flooded_trace = traces(seed, arguments.factor, arguments.rate, arguments.seconds)
+        alone, flooded = runs.ttft(policy, alone_trace), runs.ttft(policy, flooded_trace)
+        rows.append(
+            {
+                "policy": policy,
+                "round": seed,
+                "requests": len(alone_trace),
+                "alone_p99_s": alone["p99"],
+                "flood_p99_s": flooded["p99"],
+                "p99_ratio": flooded["p99"] / alone["p99"],
+                "alone_mean_s": alone["mean"],
+                "flood_mean_s": flooded["mean"],
+                "mean_ratio": flooded["mean"] / alone["mean"],
+            }
+        )
+        print_table(rows[-1:])
+        sys.stdout.flush()
+    names = [name for name in rows[0] if name not in ("policy", "round", "requests")]
+    return [
+        *rows,
+        {"policy": policy, "round": "median"} | {n: statistics.median(row[n] for row in rows) for n in names},
+    ]
+
+
+def main() -> int:
+    """Always 0: it measures, it does not judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--factor", type=float, default=16.0, help="requests of the flood team for each light one")
+    parser.add_argument("--rate", type=float, default=0.75, help="requests/s of the light team")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step: bounds how long it lasts")
+    parser.add_argument("--policy", action="append", help="eg-mlfq; once for each")
+    parser.add_argument("--real", action="store_true", help="the real engine behind HTTP instead of the simulator")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--kv-memory", default="", metavar="SIZE")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="terazi-isolation-") as root:
+        runs = Real(arguments, Path(root)) if arguments.real else Simulated(arguments)
+        seeds = range(1, arguments.rounds + 1)
+        rows = [row for policy in arguments.policy or ["eg-mlfq"] for row in measure(runs, policy, seeds, arguments)]
+    where = f"{arguments.factor:g}x flood, {'real engine' if arguments.real else 'simulated'}"
+    print_table(rows, list(rows[0]), title=f"light team's time to the first token, alone and beside a {where}")
+    if arguments.out:
+        given = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.out.write_text(json.dumps({"arguments": given, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -219,6 +219,11 @@ async def test_what_waits_is_shown_by_tier_and_level_until_nothing_is_open() -> 
         g.engine.finish(submit.request_id, "stop")
         await task
         assert sum(shown.values("terazi_queued", "tier", "level").values()) == 0
+        task = asyncio.create_task(g.chat())
+        submit = await g.engine.next_submit()
+        assert sum(shown.values("terazi_queued", "tier", "level").values()) == 0, "the sample is of an earlier time"
+        g.engine.finish(submit.request_id, "stop")
+        await task
 
 
 @pytest.mark.case("G63")

@@ -1,18 +1,21 @@
 """Swapping changes no token and no logit: any point, any delay of the copies, any place the blocks come back to."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.copy_engine import SyncCopy
+from engine.kv_canary import KVCanary
 from engine.messages import SamplingParams
 from engine.model_store import SMOLLM2, prepare
 from engine.plan import BlockCopy, StepPlan
 from engine.tiny import VOCAB_SIZE, write_tiny_model
 from tests.engine.chaos_copy import ChaosCopy
+from tests.engine.random_order import RandomOrder
+from tests.engine.swap_engine import SwapEngine
 from tests.engine.swap_schedules import Swapping, SwapSchedule
 from tests.engine.torch_schedules import Job, Progress, RecordingRunner, make_runner, random_jobs, row_of, run_alone
 
@@ -135,6 +138,151 @@ def test_a_copy_out_carries_what_the_step_before_it_wrote_however_late_it_happen
     assert done == [9]
     assert torch.equal(host_pool[[30, 31, 2]].view(torch.int16), written.view(torch.int16))
     assert runner.cache.pool[one.blocks].isnan().all()
+
+
+@pytest.fixture(scope="module")
+def small(tiny_path: Path) -> RecordingRunner:
+    """Fourteen blocks, for work that would like three times as many at once."""
+    return make_runner(tiny_path, torch.bfloat16, num_blocks=14, num_host_blocks=128)
+
+
+def make_jobs(count: int, seed: int) -> list[Job]:
+    return random_jobs(random.Random(seed), count, vocab=VOCAB_SIZE, max_prompt=60, max_output=60)
+
+
+def make_engine(runner: RecordingRunner, policy: str = "eg-mlfq", **settings: object) -> SwapEngine:
+    """With the guards as low as they go, so that it swaps all it can."""
+    order = RandomOrder(23) if policy == "random-order" else None
+    return SwapEngine(runner, policy=order, **{"swap_min_run_steps": 1, "swap_benefit": 0, **settings})
+
+
+@pytest.mark.case("I12", "K04")
+@pytest.mark.parametrize("policy", ["eg-mlfq", "random-order"])
+@pytest.mark.parametrize("mode", ["proactive", "reactive"])
+@pytest.mark.parametrize("name", list(USE))
+def test_the_scheduler_swaps_and_no_token_changes(small: RecordingRunner, name: str, mode: str, policy: str) -> None:
+    jobs = make_jobs(24, seed=21)
+    alone = [run_alone(small, job).output for job in jobs]
+    USE[name](small, random.Random(24))
+    engine = make_engine(small, policy, memory_preemption=mode)
+    assert engine.run(jobs) == alone
+    ended = engine.finished.values()
+    assert all(f.reason == "length" and f.num_recomputes == 0 for f in ended)
+    assert sum(f.num_swaps for f in ended) >= engine.runner.num_in >= 60
+
+
+@pytest.mark.case("I12")
+def test_the_same_without_compiled_kernels_in_float32(tiny_path: Path) -> None:
+    runner = make_runner(tiny_path, torch.float32, native=False, num_blocks=14, num_host_blocks=128)
+    jobs = make_jobs(10, seed=21)
+    alone = [run_alone(runner, job).output for job in jobs]
+    use_chaos(runner, random.Random(24))
+    engine = make_engine(runner)
+    assert engine.run(jobs) == alone
+    assert engine.runner.num_in >= 10
+
+
+@pytest.mark.case("I12")
+def test_the_scheduler_over_a_fence_that_is_ignored_changes_tokens(small: RecordingRunner) -> None:
+    """The control of the test above."""
+    jobs = make_jobs(24, seed=21)
+    alone = [run_alone(small, job).output for job in jobs]
+    use_chaos(small, random.Random(24), is_fenced=False)
+    engine = make_engine(small)
+    assert engine.run(jobs) != alone
+
+
+@pytest.mark.case("K07", "K10")
+@pytest.mark.parametrize("name", list(USE))
+def test_aborts_at_any_point_harm_nobody_and_give_every_block_back(small: RecordingRunner, name: str) -> None:
+    """Also of sequences in the middle of their prompt and of those with a copy in flight, either way."""
+    jobs = make_jobs(40, seed=31)
+    alone = [run_alone(small, job).output for job in jobs]
+    rng = random.Random(32)
+    USE[name](small, rng)
+    engine = make_engine(small, "random-order")
+    moments: set[str] = set()
+    for step in range(3000):
+        if step % 3 == 0 and step // 3 < len(jobs):
+            engine.add(str(step // 3), jobs[step // 3])
+        if step >= 3 * len(jobs) and not engine.core.has_work:
+            break
+        if rng.random() < 0.15 and engine.core.request_ids:
+            victim = rng.choice(sorted(engine.core.request_ids))
+            moments |= {s.status for s in engine.scheduler.sequences.values() if s.request.request_id == victim}
+            engine.core.abort(victim)
+        engine.step()
+    engine.check_empty()
+    assert len(engine.finished) == len(jobs)
+    aborted = {request_id for request_id, f in engine.finished.items() if f.reason == "abort"}
+    assert len(aborted) >= 12 and moments >= {"running", "swapped"}
+    assert name == "sync" or moments & {"swapping_out", "swapping_in"}
+    for i, output in enumerate(alone):
+        ids = engine.ids[str(i)]
+        assert ids == (output[: len(ids)] if str(i) in aborted else output)
+
+
+@pytest.mark.case("K17")
+@pytest.mark.parametrize(
+    ("mode", "num_host_blocks", "least"), [("recompute", 0, 20), ("proactive", 3, 1), ("reactive", 5, 1)]
+)
+def test_what_cannot_be_swapped_is_computed_again_and_nothing_is_lost(
+    tiny_path: Path, mode: str, num_host_blocks: int, least: int
+) -> None:
+    """No host pool, or one that is too small: sequences lose their KV and go on where they were.
+
+    Recomputing need not keep the bits of bfloat16; in float32 this model's tokens survive it.
+    """
+    runner = make_runner(tiny_path, torch.float32, num_blocks=14, num_host_blocks=num_host_blocks)
+    jobs = make_jobs(24, seed=41)
+    alone = [run_alone(runner, job).output for job in jobs]
+    engine = make_engine(runner, memory_preemption=mode)
+    assert engine.run(jobs) == alone
+    ended = engine.finished.values()
+    assert all(f.reason == "length" for f in ended)
+    assert sum(f.num_recomputes for f in ended) >= least
+    assert engine.runner.num_replayed > 10
+    assert (sum(f.num_swaps for f in ended) > 0) == (num_host_blocks > 0)
+
+
+def test_the_canary_finds_nothing_in_a_run_that_swaps_and_ends_the_request_whose_kv_was_changed(
+    small: RecordingRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = make_jobs(16, seed=51)
+    alone = [run_alone(small, job).output for job in jobs]
+    for is_changed in (False, True):
+        engine_of_copies = use_chaos(small, random.Random(1))
+        monkeypatch.setattr(small, "canary", KVCanary(small.cache.pool))
+        engine = make_engine(small)
+        if is_changed:
+            change_one_byte(engine_of_copies, small, number=10, monkeypatch=monkeypatch)
+        outputs = engine.run(jobs)
+        wrong = [i for i, f in enumerate(engine.finished[str(i)] for i in range(len(jobs))) if f.reason != "length"]
+        assert len(wrong) == is_changed
+        for i in wrong:
+            assert engine.finished[str(i)].reason == "error"
+            assert "KV canary: 1 of" in engine.finished[str(i)].message
+            assert outputs[i] == alone[i][: len(outputs[i])]
+        assert all(outputs[i] == alone[i] for i in range(len(jobs)) if i not in wrong)
+
+
+def change_one_byte(
+    engine: ChaosCopy, runner: RecordingRunner, *, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before the copy in with this number starts, one bit of one of its host blocks flips."""
+    start, seen = engine.start, 0
+    assert runner.cache.host_pool is not None
+    content = runner.cache.host_pool.view(torch.uint8).view(runner.cache.num_host_blocks, -1)
+
+    def changing(out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        nonlocal seen
+        for copy in into:
+            seen += 1
+            if seen == number:
+                content[copy.pairs[-1][0], 5] ^= 16
+        start(out, into)
+
+    monkeypatch.setattr(engine, "start", changing)
 
 
 @pytest.mark.real_model

@@ -268,13 +268,12 @@ class Ledger:
         for _ in rows:
             self._rows.popleft()
         self._journal.committed(row.request_id for row in rows)
-        self._retention.booked(sample.at_us for sample in samples)
 
     async def _write(self, rows: Sequence[LedgerRow], samples: Sequence[SampleRow]) -> None:
         try:
             async with self._database.begin_immediate() as connection:
                 await _insert_rows(connection, rows)
-                await _insert_samples(connection, samples)
+                await self._insert_samples(connection, samples)
         except (IntegrityError, DataError):
             # One row that can never be taken must not hold up the others for ever.
             await self._write_singly(rows, samples)
@@ -291,10 +290,17 @@ class Ledger:
         for sample in samples:
             try:
                 async with self._database.begin_immediate() as connection:
-                    await _insert_samples(connection, [sample])
+                    await self._insert_samples(connection, [sample])
             except (IntegrityError, DataError) as error:
                 self.num_samples_dropped += 1
                 _log.error("the database can never take a service sample: %s", error.orig)
+
+    async def _insert_samples(self, connection: AsyncConnection, samples: Sequence[SampleRow]) -> None:
+        for kind, table in _SAMPLE_TABLES.items():
+            rows = [sample for sample in samples if isinstance(sample, kind)]
+            names = tuple(field.name for field in fields(kind))
+            await _insert(connection, table, names, rows, *(column.name for column in table.primary_key))
+        await self._retention.reopen(connection, (sample.at_us for sample in samples))
 
     async def _run_syncer(self) -> None:
         while True:
@@ -338,13 +344,6 @@ def _batches(rows: Iterator[LedgerRow], size: int) -> Iterator[list[LedgerRow]]:
 
 async def _insert_rows(connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
     await _insert(connection, tables.ledger, _ROW_FIELDS, rows, "request_id")
-
-
-async def _insert_samples(connection: AsyncConnection, samples: Sequence[SampleRow]) -> None:
-    for kind, table in _SAMPLE_TABLES.items():
-        rows = [sample for sample in samples if isinstance(sample, kind)]
-        names = tuple(field.name for field in fields(kind))
-        await _insert(connection, table, names, rows, *(column.name for column in table.primary_key))
 
 
 async def _insert(

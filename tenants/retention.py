@@ -4,8 +4,9 @@ Nothing grows without a limit, and no report needs to read more than a few hours
 of this: its rows are kept for ever.
 
 *Sums.* When an hour of UTC is over, its seconds are summed into the hour tables (`tenants.samples` says how they are
-read). A wall clock that steps back sends samples into an hour that is summed already; that hour is summed again when it
-is over once more. Samples of an hour whose seconds are gone are not taken any more (`seconds_from_us`).
+read). A wall clock that steps back sends samples into an hour that is summed already: then the sums from that hour on
+do not count any more, reports read its seconds, and it is summed again when it is over once more. Samples of an hour
+whose seconds are gone are not taken (`seconds_from_us`).
 
 *What becomes coarser.* While its seconds are kept, an hour's row is exactly their sum, least or greatest. When they are
 gone, periods that cut an hour get it whole if it starts in them, plots have one moment for it, and how many sequences
@@ -51,7 +52,6 @@ class Retention:
         self._hours_kept_us = hours_kept_days * _DAY_HOURS * HOUR_US
         self._done_us = -1  # the hour in which everything that was due is done
         self._hours_to_us = 0
-        self._again: set[int] = set()  # hours that got samples after they were summed
         self.seconds_from_us = 0  # samples before this are not taken any more
 
     async def load(self) -> None:
@@ -60,23 +60,22 @@ class Retention:
             row = (await connection.execute(select(_marks.c.hours_to_us, _marks.c.seconds_from_us))).one()
         self._hours_to_us, self.seconds_from_us = row
 
-    def booked(self, moments: Iterable[int]) -> None:
-        """Samples of these moments have been written."""
-        self._again.update(floor_hour(at_us) for at_us in moments if at_us < self._hours_to_us)
+    async def reopen(self, connection: AsyncConnection, moments: Iterable[int]) -> None:
+        """Samples of these moments are written in this transaction: sums that they belong into count no more."""
+        hour_us = min(map(floor_hour, moments), default=self._hours_to_us)
+        if hour_us < self._hours_to_us:
+            await connection.execute(update(_marks).values(hours_to_us=hour_us))
+            # Should the transaction fail, an hour is summed once more than it need be.
+            self._hours_to_us, self._done_us = hour_us, -1
 
     def is_due(self, now_us: int) -> bool:
         """Whether `work` has something to look at."""
-        return floor_hour(now_us) != self._done_us or self._summed_again(now_us) is not None
-
-    def _summed_again(self, now_us: int) -> int | None:
-        return min((hour for hour in self._again if hour < floor_hour(now_us)), default=None)
+        return floor_hour(now_us) != self._done_us
 
     async def work(self, now_us: int) -> None:
         """Do one piece of what is due. Raises what the database raises; then nothing of that piece is done."""
         this_hour_us = floor_hour(now_us)
-        hour_us = self._summed_again(now_us)
-        if hour_us is None:
-            hour_us = await self._first_unsummed()
+        hour_us = await self._first_unsummed()
         if hour_us is not None and hour_us < this_hour_us:
             await self._sum_hour(hour_us)
             return
@@ -121,16 +120,13 @@ class Retention:
                 await connection.execute(delete(table).where(table.c.at_us == hour_us))
                 if values:
                     await connection.execute(insert(table), values)
-            hours_to_us = max(self._hours_to_us, span.to_us)
-            await connection.execute(update(_marks).values(hours_to_us=hours_to_us))
-        self._hours_to_us = hours_to_us
-        self._again.discard(hour_us)
+            await connection.execute(update(_marks).values(hours_to_us=span.to_us))
+        self._hours_to_us = span.to_us
 
     async def _set_marks(self, *, seconds_from_us: int) -> None:
         async with self._database.begin_immediate() as connection:
             await connection.execute(update(_marks).values(seconds_from_us=seconds_from_us))
         self.seconds_from_us = seconds_from_us
-        self._again = {hour for hour in self._again if hour >= seconds_from_us}
 
     async def _delete(self, some_tables: Iterable[Table], edge_us: int) -> bool:
         """Delete the oldest rows of the first table that has any before `edge_us`; whether there were any."""

@@ -1,6 +1,5 @@
 """What each team got over time, for plots."""
 
-from operator import add
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, func, select
@@ -44,10 +43,10 @@ async def service_series(connection: AsyncConnection, period: Period) -> dict[st
         # PostgreSQL sums bigints to Decimal
         served, entitled, backlogged, length = map(int, (row.served, row.entitled, row.backlogged, row.length))
         values = (served / 1e6, entitled / 1e6, backlogged / 1e3, row.lag / 1e6)
-        # An hour may end at the very moment of a second's sample: then both are one moment.
-        of_team = [teams[name].setdefault(row.team, [0.0] * len(moments)) for name in teams]
-        for line, value, join in zip(of_team, values, (add, add, add, max), strict=True):
-            line[i] = join(line[i], value)
+        for name, value in zip(teams, values, strict=True):
+            line = teams[name].setdefault(row.team, [0.0] * len(moments))
+            # An hour may end at the very moment of a second's sample: then both are one moment.
+            line[i] = max(line[i], value) if name == "lag" else line[i] + value
         lengths[i] = max(lengths[i], length / 1e3)
         bounds[i] = max(bounds[i], row.bound / 1e6)
     return {"at": [at_us / 1e6 for at_us in moments], "interval_seconds": lengths, **teams, "lag_bound": bounds}

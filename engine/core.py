@@ -29,6 +29,7 @@ from engine.messages import (
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, Sequence
 from engine.scheduler import Scheduler
+from engine.step_log import StepLog
 from policies.sequences import TeamTerms
 
 
@@ -46,13 +47,20 @@ class EngineCore:
     """Owns the inbox, the request ids and the loop of one step. One thread; never blocks but in `Runner.execute`."""
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, runner: Runner, clock: Clock, model: ModelInfo
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        model: ModelInfo,
+        step_log: StepLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._config = config
         self._runner = runner
         self._clock = clock
         self._model = model
+        self._step_log = step_log
         self._inbox: deque[Request | Abort | ConfigureTeams] = deque()
         self._num_inbox_requests = 0
         self._team_ids: frozenset[int] = frozenset()
@@ -105,13 +113,14 @@ class EngineCore:
 
     def step(self) -> StepDone | None:
         """Drain the inbox, run one step, and tell everything that came of it; None when there was nothing to do."""
-        now_us = self._clock.now_us()
+        now_us = began_us = self._clock.now_us()
         self._drain_inbox(now_us)
         for sequence in self.scheduler.expire(now_us):
             self._note_ended(sequence)
         plan = self.scheduler.schedule(now_us)
         duration_us = 0
         events: tuple[TokenEvent, ...] = ()
+        result: StepResult | None = None
         if plan is not None:
             result = self._runner.execute(plan)
             now_us = self._clock.now_us()
@@ -119,9 +128,11 @@ class EngineCore:
             duration_us, events = result.duration_us, outcome.events
             for sequence in outcome.ended:
                 self._note_ended(sequence)
-        if plan is None and not self._ended:
-            return None
         ended, self._ended = self._ended, []
+        if self._step_log is not None:
+            self._step_log.write(began_us, plan, result, ended, self.scheduler)
+        if plan is None and not ended:
+            return None
         num_running = len(plan.rows) if plan is not None else 0
         return StepDone(
             step_id=max(0, self.scheduler.num_steps - 1) if plan is None else plan.step_id,
@@ -140,6 +151,8 @@ class EngineCore:
         inbox = self._inbox
         while inbox:
             message = inbox.popleft()
+            if self._step_log is not None:
+                self._step_log.took(message)
             if isinstance(message, Request):
                 self._num_inbox_requests -= 1
                 sequence = self.scheduler.add(message, now_us)

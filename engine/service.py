@@ -32,6 +32,7 @@ from engine.model_store import ModelStoreError
 from engine.parts import EngineParts
 from engine.samples import ServiceSampler
 from engine.scheduler import Scheduler
+from engine.step_log import StepLog, StepLogStart
 from policies.config import from_profile
 from policies.service import make_policy
 
@@ -295,7 +296,8 @@ def _assemble(
         num_host_blocks=parts.num_host_blocks,
         block_copy_us=parts.block_copy_us,
     )
-    core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model)
+    step_log = _open_step_log(config, scheduler, identity)
+    core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model, step_log)
     profile = parts.profile
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -320,6 +322,21 @@ def _assemble(
         max_queued_requests=config.max_queued_requests,
     )
     return core, ServiceSampler(policy, parts.clock.now_us()), hello
+
+
+def _open_step_log(config: EngineConfig, scheduler: Scheduler, identity: EngineIdentity) -> StepLog | None:
+    """The log that the settings ask for. Raises StepLogError."""
+    if not config.step_log:
+        return None
+    memory = scheduler.memory
+    start = StepLogStart(
+        engine_id=identity.engine_id,
+        epoch=identity.epoch,
+        num_device_blocks=memory.device.num_blocks,
+        num_host_blocks=memory.host.num_blocks,
+        block_size=config.block_size,
+    )
+    return StepLog(Path(config.step_log), config.step_log_max_bytes, start, _log)
 
 
 def _log(line: str) -> None:

@@ -4,7 +4,8 @@
     {"event":"step","step_id":7,"at_us":...,   at_us: the engine's monotonic clock when the boundary began
      "inbox":[{"what":"submit","request":"a","team":2}, {"what":"abort","request":"b"}, {"what":"teams","count":3}],
      "rows":[{"request":"a","kind":"prefill","start":0,"tokens":256}],
-     "copies_out":[{"copy_id":4,"request":"c","blocks":5}], "copies_in":[], "copies_done":[4],
+     "copies_out":[{"copy_id":4,"request":"c","blocks":5}], "copies_in":[],
+     "copies_done":[4], "copies_failed":[],
      "ended":[{"request":"b","reason":"abort"}],
      "duration_us":5210, "free_blocks":20, "free_host_blocks":64}
 
@@ -19,7 +20,7 @@ The log never stops the engine: when the file cannot be written any more it says
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from engine.messages import Abort, ConfigureTeams
 from engine.plan import Row, StepPlan, StepResult
 from engine.request import Request, Sequence
+from engine.scheduler import Scheduler
 
 
 class StepLogError(OSError):
@@ -76,6 +78,7 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="ev
     copies_out: list[_Copy]
     copies_in: list[_Copy]
     copies_done: list[int]
+    copies_failed: list[int]
     ended: list[_Ended]
     duration_us: int
     free_blocks: int
@@ -137,21 +140,16 @@ class StepLog:
         plan: StepPlan | None,
         result: StepResult | None,
         ended: Collection[Sequence],
-        live: Mapping[int, Sequence],
-        *,
-        free_blocks: int,
-        free_host_blocks: int,
+        scheduler: Scheduler,
     ) -> None:
-        """One boundary: what was taken since the last, the step that was run (if any), and all that `ended` in both.
-
-        `live` are the sequences that go on, by id.
-        """
+        """One boundary: what was taken since the last, the step that was run (if any), and all that `ended` in both."""
         if not self.is_writing:
             return
         inbox, self._inbox = self._inbox, []
         endings = [_Ended(sequence.request.request_id, sequence.finish_reason) for sequence in ended]
         if plan is None and not inbox and not endings:
             return
+        live, memory = scheduler.sequences, scheduler.memory
         gone = {sequence.seq_id: sequence for sequence in ended}
 
         def request_of(seq_id: int) -> str:
@@ -166,10 +164,11 @@ class StepLog:
             copies_out=[_Copy(copy.copy_id, request_of(copy.seq_id), len(copy.pairs)) for copy in did.copies_out],
             copies_in=[_Copy(copy.copy_id, request_of(copy.seq_id), len(copy.pairs)) for copy in did.copies_in],
             copies_done=list(result.copies_done) if result is not None else [],
+            copies_failed=list(result.copies_failed) if result is not None else [],
             ended=endings,
             duration_us=result.duration_us if result is not None else 0,
-            free_blocks=free_blocks,
-            free_host_blocks=free_host_blocks,
+            free_blocks=memory.device.num_free,
+            free_host_blocks=memory.host.num_free,
         )
         line = self._encoder.encode(step) + b"\n"
         try:

@@ -2,19 +2,24 @@
 
 import json
 import os
+import resource
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.blocks import BlockPool, BlockTable
+from engine.memory import KVMemory
 from engine.messages import Abort, ConfigureTeams, SamplingParams
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Request, Sequence
 from engine.step_log import StepLog, StepLogError, StepLogStart
-from tests.engine.support import team
+from tests.engine.support import Engine, submit, team
 
 START = StepLogStart(engine_id="eng-1", epoch=3, num_device_blocks=24, num_host_blocks=8, block_size=16)
 SECRET = 54321  # a token id that must not be found in any file
@@ -26,6 +31,20 @@ def open_log(path: Path, bytes_max: int = 1 << 20, said: list[str] | None = None
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def logged(log: StepLog) -> Engine:
+    """A simulated engine that writes this log."""
+    engine = Engine()
+    engine.core._step_log = log
+    return engine
+
+
+def scheduler(live: dict[int, Sequence], num_owned: int = 0) -> Any:
+    """What the log reads of a scheduler."""
+    memory = KVMemory(24, 8)
+    memory.device.allocate(num_owned)
+    return SimpleNamespace(sequences=live, memory=memory)
 
 
 def request(request_id: str, team_id: int = 2) -> Request:
@@ -52,7 +71,7 @@ class Table:
             (BlockCopy(11, 3, ((0, 5), (1, 6))),),
             (BlockCopy(12, 4, ((7, 2),)),),
         )
-        self.result = StepResult(7, 5210, {1: SECRET}, copies_done=(11, 9))
+        self.result = StepResult(7, 5210, {1: SECRET}, copies_done=(11, 9), copies_failed=(13,))
 
 
 def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_path: Path) -> None:
@@ -62,7 +81,7 @@ def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_pat
     log.took(Abort(request_id="nobody"))
     ended = table.live.pop(1)
     ended.finish_reason = "stop"
-    log.write(99, table.plan, table.result, [ended], table.live, free_blocks=20, free_host_blocks=6)
+    log.write(99, table.plan, table.result, [ended], scheduler(table.live, num_owned=4))
     log.close()
     start, line = read(tmp_path / "steps")
     assert start == {
@@ -90,18 +109,50 @@ def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_pat
         "copies_out": [{"copy_id": 11, "request": "out", "blocks": 2}],
         "copies_in": [{"copy_id": 12, "request": "in", "blocks": 1}],
         "copies_done": [11, 9],
+        "copies_failed": [13],
         "ended": [{"request": "old", "reason": "stop"}],
         "duration_us": 5210,
         "free_blocks": 20,
-        "free_host_blocks": 6,
+        "free_host_blocks": 8,
     }
     assert str(SECRET) not in (tmp_path / "steps").read_text()
     assert stat.S_IMODE((tmp_path / "steps").stat().st_mode) == 0o600
 
 
+def test_the_core_tells_every_boundary_in_order(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "steps")
+    engine = logged(log)
+    engine.core.step()  # nothing but the table of teams
+    engine.core.add(submit("a", team_id=1, prompt=20, output=3))
+    engine.core.add(submit("b", team_id=2, prompt=20, output=30))
+    engine.core.step()
+    engine.core.abort("b")
+    engine.run()
+    engine.core.abort("b")  # unknown by now
+    engine.run()
+    lines = read(tmp_path / "steps")[1:]
+    assert [line["inbox"] for line in lines if line["inbox"]] == [
+        [{"what": "teams", "count": 4}],
+        [{"what": "submit", "request": "a", "team": 1}, {"what": "submit", "request": "b", "team": 2}],
+        [{"what": "abort", "request": "b"}],
+        [{"what": "abort", "request": "b"}],
+    ]
+    assert [line["step_id"] for line in lines] == [None, 0, 1, 2, None]
+    assert [[(row["request"], row["kind"]) for row in line["rows"]] for line in lines] == [
+        *([], [("a", "prefill"), ("b", "prefill")], [("a", "decode")], [("a", "decode")], []),
+    ]
+    assert [line["ended"] for line in lines if line["ended"]] == [
+        [{"request": "b", "reason": "abort"}],
+        [{"request": "a", "reason": "length"}],
+    ]
+    assert [line["at_us"] for line in lines] == [0, 0, 400, 1400, 2400]
+    assert [line["duration_us"] for line in lines] == [0, 400, 1000, 1000, 0]
+    assert [line["free_blocks"] for line in lines] == [24, 20, 22, 24, 24]
+
+
 def write_steps(log: StepLog, count: int, first: int = 0) -> None:
     for step_id in range(first, first + count):
-        log.write(0, StepPlan(step_id, ()), StepResult(step_id, 1, {}), (), {}, free_blocks=24, free_host_blocks=8)
+        log.write(0, StepPlan(step_id, ()), StepResult(step_id, 1, {}), (), scheduler({}))
 
 
 def test_a_full_file_is_moved_aside_once_and_both_stay_within_their_bound(tmp_path: Path) -> None:
@@ -187,6 +238,29 @@ def test_a_bound_of_nothing_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_full_disk_stops_the_log_with_one_line_and_the_engine_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    said: list[str] = []
+    log = open_log(path, said=said)
+    engine = logged(log)
+    engine.core.add(submit("a", output=50))
+    for _ in range(5):
+        engine.core.step()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))  # the next line fits in part only
+    try:
+        done = engine.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [finished.reason for message in done for finished in message.finished] == ["length"]
+    assert len(said) == 1 and "the step log has stopped" in said[0] and str(path) in said[0]
+    assert not log.is_writing
+    assert [line["step_id"] for line in read(path)[1:]] == [0, 1, 2, 3, 4], "whole lines only"
+    engine.core.add(submit("b", output=2))
+    engine.run()
+    assert len(said) == 1 and len(read(path)) == 6, "silent from then on"
+
+
 def test_when_the_full_file_cannot_be_moved_the_log_stops_and_the_engine_goes_on(tmp_path: Path) -> None:
     (tmp_path / "steps.1").mkdir()
     said: list[str] = []
@@ -194,3 +268,12 @@ def test_when_the_full_file_cannot_be_moved_the_log_stops_and_the_engine_goes_on
     write_steps(log, 20)
     assert len(said) == 1 and "Is a directory" in said[0]
     assert not log.is_writing
+
+
+def test_an_engine_that_cannot_write_its_step_log_does_not_start(tmp_path: Path) -> None:
+    config = {"kind": "sim", "model": "tiny-random", "cache_dir": str(tmp_path), "step_log": str(tmp_path)}
+    command = [sys.executable, "-m", "engine.service", "--socket", str(tmp_path / "s"), "--config", json.dumps(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "cannot write the step log" in line and str(tmp_path) in line and "Is a directory" in line

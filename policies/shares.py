@@ -117,6 +117,7 @@ class LagMeter:
         self.theta: int | None = 0 if config.is_gated else None  # times scale; None is infinite
         self.step_max = 0  # u times scale
         self.num_refused = 0  # of all live sequences
+        self._satisfied: list[TeamShare] = []  # in the latest step
         self._virtual_time = 0  # times scale
         self._band: tuple[int, int] | None = None  # least and most lag of the able teams, while known
 
@@ -255,6 +256,8 @@ class LagMeter:
             self._virtual_time += cost_us * self.scale // weight
             self._entitle(planned, weight, step, cost_us, largest_us)
         self._band = None
+        if self._satisfied:
+            self._cut_the_satisfied()
         if self.num_refused:
             self._lift_the_unable()
 
@@ -265,6 +268,7 @@ class LagMeter:
         the exact demand is summed only for a team that the bound would leave satisfied.
         """
         rest = cost_us
+        satisfied = self._satisfied
         for team in planned:
             if team.num_live > team.num_taken:
                 team.backlogged_us += cost_us
@@ -282,6 +286,7 @@ class LagMeter:
                         weight -= team.weight
                         team.entitled_us += demand
                         team.lag += (team.step_cost - demand) * team.unit
+                        satisfied.append(team)
                         continue
                 unsatisfied.append(team)
             if len(unsatisfied) == len(thirsty):
@@ -297,6 +302,21 @@ class LagMeter:
                 over -= 1
             team.entitled_us += part
             team.lag += (team.step_cost - part) * team.unit
+
+    def _cut_the_satisfied(self) -> None:
+        """No satisfied team stays above the band.
+
+        With many slots a team that asks for little is satisfied by less than what the others are entitled to. Then D of
+        the others may fall, when one of them runs ahead of another and leaves, while that of the satisfied one stays; and
+        it would be locked out for what a third team got.
+        """
+        if self.theta is not None:
+            most = self.band()[0] + self.theta + 2 * self.step_max
+            for team in self._satisfied:
+                if team.lag > most:
+                    team.lag = most
+                    self._band = None
+        self._satisfied.clear()
 
     def _lift_the_unable(self) -> None:
         """A team that cannot run falls behind without end, and would open the gate for everybody else."""

@@ -144,11 +144,14 @@ class Reference:
             for team in self.planned
         }
         if total:
-            entitled = water_fill(total, demand, {team.team_id: team.weight for team in self.planned})
+            entitled, satisfied = water_fill(total, demand, {team.team_id: team.weight for team in self.planned})
             weight = sum(team.weight for team in self.planned)
             self.V += Fraction(total * self.lcm // weight, self.lcm)
             for team in self.planned:
                 team.D = team.D_planned + Fraction(cost[team.team_id] - entitled[team.team_id], team.weight)
+            most = min(team.D for team in self.able()) + self.theta + 2 * self.u
+            for team_id in satisfied:
+                self.teams[team_id].D = Fraction(min(self.teams[team_id].D, most))
         if any(team.able() for team in self.planned) and self.theta != math.inf:
             floor = min(team.D for team in self.able()) - self.theta - self.u
             for team in self.planned:
@@ -207,9 +210,11 @@ def variation_of(works: list[int]) -> Fraction:
     return sum((work - mean) ** 2 for work in works) / len(works) / mean**2
 
 
-def water_fill(total: int, demand: dict[int, int], weight: dict[int, int]) -> dict[int, int]:
-    """Max-min parts of `total`: teams in the order of demand per weight, each satisfied or sharing what is left."""
-    entitled = {}
+def water_fill(total: int, demand: dict[int, int], weight: dict[int, int]) -> tuple[dict[int, int], set[int]]:
+    """Max-min parts of `total`: teams in the order of demand per weight, each satisfied or sharing what is left. Also
+    the satisfied ones.
+    """
+    entitled: dict[int, int] = {}
     rest = total
     order = sorted(demand, key=lambda team: Fraction(demand[team], weight[team]))
     for i, team in enumerate(order):
@@ -223,5 +228,5 @@ def water_fill(total: int, demand: dict[int, int], weight: dict[int, int]) -> di
         parts = {other: rest * weight[other] // weights for other in thirsty}
         for other in thirsty[: rest - sum(parts.values())]:
             parts[other] += 1
-        return entitled | parts
-    return entitled
+        return entitled | parts, set(entitled)
+    return entitled, set(entitled)

@@ -83,7 +83,7 @@ def test_the_reference_itself_is_max_min(table: dict[int, tuple[int, int]], tota
     demand = {team: d for team, (d, _) in table.items()}
     weight = {team: w for team, (_, w) in table.items()}
     total = min(total, sum(demand.values()))
-    parts = water_fill(total, demand, weight)
+    parts, _ = water_fill(total, demand, weight)
     assert sum(parts.values()) == total
     assert all(0 <= parts[team] <= demand[team] for team in demand)
     for team in demand:

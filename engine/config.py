@@ -2,6 +2,8 @@
 
 import msgspec
 
+MODES = ("proactive", "reactive", "recompute", "none")  # of memory_preemption
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is started with. Passed as one JSON document on its command line."""

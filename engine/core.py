@@ -173,7 +173,7 @@ class EngineCore:
                     )
                     for team in message.teams
                 ]
-                self.scheduler.policy.configure(terms, now_us)
+                self.scheduler.configure(terms, now_us)
 
     def _note_ended(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id

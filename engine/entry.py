@@ -36,6 +36,7 @@ class Entry:
         self.waiting_of: dict[int, dict[int, Sequence]] = {}  # the same by team
         self.holder: Sequence | None = None  # of the reservation
         self.has_room_grown = False  # since it was last said who fits again
+        self.is_short = False  # somebody was refused for blocks since this was last set back
         self.num_claimed = 0  # of all started sequences
         self.num_half = 0  # blocks of the whole prompts that are half computed
         self.kept = 0  # device blocks not for newcomers in this step: promised to half prompts, and the reserve
@@ -98,6 +99,7 @@ class Entry:
         if not is_shut or (holder is not None and not holder.is_started and self.fits(holder, free)):
             return False
         policy.refuse_new()
+        self.is_short = True
         self._num_closed += 1
         for sequence in refused:
             sequence.num_refusals -= 1  # a step counts once
@@ -166,6 +168,7 @@ class Entry:
 
     def refuse(self, policy: Policy, sequence: Sequence, num_wanted: int, others: Collection[int]) -> None:
         """It was refused for blocks, of which it wants `num_wanted` on the device."""
+        self.is_short = True
         sequence.num_refusals += 1
         sequence.num_wanted = num_wanted
         if not sequence.is_started:

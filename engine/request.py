@@ -99,6 +99,7 @@ class Sequence:
     last_us: int = 0  # when its latest step ended; its arrival before
     longest_pause_us: int = 0
     pause_bound_us: int = 0  # largest bound that held when it began to starve
+    is_starving: bool = False  # its team's starving_after has passed since `last_us`
     min_run_left: int = 0  # steps it is safe in since its upload
     uploaded_step: int | None = None  # the step before which its latest upload ended
 

@@ -16,22 +16,23 @@ and does no I/O: the same calls give the same plans.
   it was, sample nothing, and cost it nothing: who displaced it pays. Then it goes on where it stopped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from engine.billing import Bills, Cause
+from engine.billing import Bills
 from engine.blocks import BlockTable, blocks_for
 from engine.config import EngineConfig
 from engine.entry import Entry
 from engine.memory import KVMemory
 from engine.messages import FinishReason, TokenEvent
 from engine.plan import Row, StepPlan, StepResult
+from engine.promises import Promises
 from engine.request import Request, Sequence, Status
 from engine.swap_planner import Kind
 from engine.swapping import Copies, Swapping
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
-from policies.sequences import Overhead, SequenceTerms, Served
+from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
 
 _RUNNING, _PAUSED = Status.RUNNING, Status.PAUSED
 
@@ -69,6 +70,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         num_host_blocks: int = 0,
         block_copy_us: float = 0.0,
+        promises: Promises | None = None,
     ) -> None:
         """Without a host pool KV can be taken back only in the mode "recompute"; else it is as in the mode "none"."""
         self.policy = policy
@@ -76,11 +78,13 @@ class Scheduler:
         self._profile = profile
         self._eos_token_ids = frozenset(eos_token_ids)
         mode = config.memory_preemption
-        can_take_back = mode == "recompute" or (mode != "none" and num_host_blocks > 0)
+        self.memory_preemption = mode if num_host_blocks > 0 or mode == "recompute" else "none"  # what is in force
+        can_take_back = self.memory_preemption != "none"
         num_host_blocks = num_host_blocks if can_take_back and mode != "recompute" else 0
         self.memory = KVMemory(num_device_blocks, num_host_blocks)
         self.pool = self.memory.device
         self.bills = Bills()
+        self.promises = promises or Promises(None, 0)
         self._sequences: dict[int, Sequence] = {}
         self._entry = Entry(num_device_blocks, num_host_blocks, config.block_size, can_take_back=can_take_back)
         self._swaps: Swapping | None = None
@@ -127,11 +131,21 @@ class Scheduler:
         """Sequences whose KV is gone and will be computed again."""
         return self._swaps.num_dropped if self._swaps is not None else 0
 
+    def take_shortage(self) -> bool:
+        """Whether anybody was refused for blocks since the last call."""
+        was_short, self._entry.is_short = self._entry.is_short, False
+        return was_short
+
     @property
     def reserved_for(self) -> int | None:
         """The sequence that holds the reservation."""
         holder = self._entry.holder
         return holder.seq_id if holder is not None else None
+
+    def configure(self, teams: Collection[TeamTerms], now_us: int) -> None:
+        """Replace the table of teams."""
+        self.policy.configure(teams, now_us)
+        self.promises.configure(teams)
 
     def add(self, request: Request, now_us: int) -> Sequence:
         """Take in a request that can run alone on this engine. Raises KeyError for an unknown team."""
@@ -159,6 +173,7 @@ class Scheduler:
         sequence.last_us = request.arrival_us
         self._sequences[seq_id] = sequence
         self._entry.add(sequence)
+        self.promises.watch(sequence)
         return sequence
 
     def end(self, seq_id: int, reason: FinishReason, now_us: int) -> Sequence | None:
@@ -189,6 +204,7 @@ class Scheduler:
         swaps, memory, policy = self._swaps, self.memory, self.policy
         if not self._sequences and not memory.flights:
             return None
+        self.promises.look(now_us, len(self._sequences))
         copies = Copies()
         if swaps is not None and not swaps.is_idle(self._ran_last):
             copies = swaps.plan(policy, self._ran_last, self._next_step_id, now_us)
@@ -209,7 +225,7 @@ class Scheduler:
     def _pick(self, now_us: int) -> _Picked:
         """Let the policy pick, and take what fits."""
         policy, profile, entry, swaps, pool = self.policy, self._profile, self._entry, self._swaps, self.pool
-        best, take = policy.best, policy.take
+        best, take, promises = policy.best, policy.take, self.promises
         block_size = self._config.block_size
         tokens_left = self._config.max_batch_tokens
         slots_left = self._config.max_batch_size
@@ -269,11 +285,12 @@ class Scheduler:
                     self._refuse(sequence, missing)
                     continue
                 table.grow_to(end)
-                self._grown(sequence, missing)
+                if swaps is not None:
+                    swaps.grown(sequence, missing)
             take(seq_id, work_us)
             pause_us = now_us - sequence.last_us
-            if pause_us > sequence.longest_pause_us:
-                sequence.longest_pause_us = pause_us
+            if status is not _RUNNING or pause_us > sequence.longest_pause_us or sequence.is_starving:
+                promises.over(sequence, pause_us)
             works_us.append(work_us)
             marginals_us.append(marginal_us)
             sequences.append(sequence)
@@ -292,7 +309,7 @@ class Scheduler:
         step = self._open
         assert step is not None and step.plan is plan and result.step_id == plan.step_id, "not the open step"
         self._open = None
-        copy_us = self._bill_copies(plan, result)
+        copy_us = self._swaps.bill_copies(plan, result) if self._swaps is not None else 0
         charges_us = split_step(result.duration_us - copy_us, step.marginals_us, self._profile.fixed_us)
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
@@ -301,13 +318,10 @@ class Scheduler:
             end = row.start + len(row.token_ids)
             sequence.num_computed = end
             sequence.last_us = now_us
-            if row.start < sequence.replay_to:
-                self._bill_replay(sequence, row, charge_us)
-                charge_us = 0
+            if not row.is_decode and self._swaps is not None:
+                charge_us -= self._swaps.filled(sequence, row, charge_us)
             sequence.device_us += charge_us
             sequence.work_us += work_us
-            if not row.is_decode and self._swaps is not None and end >= sequence.num_to_fill:
-                self._swaps.whole(sequence)
             tokens: tuple[int, ...] = ()
             reason: FinishReason | None = None
             if row.seq_id in result.failed:
@@ -337,8 +351,8 @@ class Scheduler:
             if level != sequence.level:
                 sequence.level = level
                 sequence.level_path.append(level)
-        self._land_copies(result)
         if self._swaps is not None:
+            self._swaps.land(self.policy, result)
             self._swaps.ran(step.sequences, result.duration_us)
         for sequence, reason in ending:
             self._finish(sequence, reason, now_us)
@@ -394,20 +408,6 @@ class Scheduler:
             swaps.refused(sequence, kind, num_wanted)
         entry.refuse(self.policy, sequence, num_wanted, teams)
 
-    def _grown(self, sequence: Sequence, num_blocks: int) -> None:
-        """It has taken so many blocks."""
-        entry, swaps = self._entry, self._swaps
-        if swaps is None:
-            return
-        if entry.holder is sequence:
-            entry.holder = None
-        sequence.num_refusals = 0
-        entry.grown(sequence, len(sequence.table.blocks))
-        team_id = sequence.request.team_id
-        swaps.grew[team_id] = swaps.grew.get(team_id, 0) + num_blocks
-        if sequence.is_half:
-            entry.kept -= num_blocks
-
     def _change_slots(self, picked: list[Sequence]) -> None:
         """Give the picked their slots; whoever ran in the step before and is not among them has lost its own."""
         for sequence in picked:
@@ -426,33 +426,6 @@ class Scheduler:
             self.bills.counts(causer, victim).preemptions += 1
         self._ran_last = picked
 
-    def _bill_copies(self, plan: StepPlan, result: StepResult) -> int:
-        """Charge the step's copy time to the causers. Returns how much that is; the rest is the rows'."""
-        if self._swaps is None:
-            return 0
-        copy_us = result.copy_us if plan.rows else result.duration_us
-        causes = self._swaps.causes((*plan.copies_out, *plan.copies_in)) if copy_us else []
-        if not causes:
-            return 0
-        self.bills.bill_copies(copy_us, causes, self._sequences)
-        return copy_us
-
-    def _bill_replay(self, sequence: Sequence, row: Row, charge_us: int) -> None:
-        team_id = sequence.request.team_id
-        payer = team_id if sequence.displaced_by is None else sequence.displaced_by
-        self.bills.bill(charge_us, Cause(payer, sequence.displaced_for, team_id), self._sequences)
-        self.bills.replayed_tokens += len(row.token_ids)
-
-    def _land_copies(self, result: StepResult) -> None:
-        for copy_id in result.copies_done:
-            assert self._swaps is not None, "a copy nobody asked for"
-            sequence = self._swaps.landed(self.memory.complete(copy_id))
-            if sequence is not None:
-                self.policy.swapped_in(sequence.seq_id)
-        for copy_id in result.copies_failed:
-            assert self._swaps is not None, "a copy nobody asked for"
-            self._swaps.lost(self.memory.fail(copy_id))
-
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Whether `token_id`, just appended, is the last. The ending token counts as output and is sent."""
         sampling = sequence.request.sampling
@@ -470,7 +443,7 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.ended_us = now_us
-        sequence.longest_pause_us = max(sequence.longest_pause_us, now_us - sequence.last_us)
+        self.promises.over(sequence, now_us - sequence.last_us)
         sequence.num_promotions = self.policy.num_promotions(sequence.seq_id)
         self.memory.release(sequence.table)
         del self._sequences[sequence.seq_id]

@@ -11,6 +11,7 @@ new connections, the loss of the old one and the parent's end are seen all the s
 
 import argparse
 import json
+import math
 import os
 import selectors
 import signal
@@ -21,19 +22,22 @@ from pathlib import Path
 
 import msgspec
 
+from engine.blocks import blocks_for
 from engine.clock import Clock, MonotonicClock
-from engine.config import EngineConfig
+from engine.config import MODES, EngineConfig
 from engine.connection import Connection, ConnectionLost
 from engine.core import EngineCore
 from engine.framing import FrameError
 from engine.listener import Address, EngineIdentity, ListenError
-from engine.messages import PROTOCOL_VERSION, Abort, FromGateway, Hello, ProfileInfo, Submit
+from engine.messages import PROTOCOL_VERSION, Abort, FromGateway, Hello, PolicyInfo, ProfileInfo, Submit
 from engine.model_store import ModelStoreError
 from engine.parts import EngineParts
+from engine.promises import Promises
 from engine.samples import ServiceSampler
 from engine.scheduler import Scheduler
 from engine.step_log import StepLog, StepLogStart
-from policies.config import from_profile
+from policies.config import PolicyConfig, from_profile
+from policies.eg_mlfq import EgMlfq
 from policies.service import make_policy
 
 
@@ -253,6 +257,20 @@ def _read_config(text: str) -> EngineConfig:
     for name in ("max_queued_requests", "max_outbox_bytes", "levels", "fairness_window_ms"):
         if getattr(config, name) < 1:
             raise StartError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.memory_preemption not in MODES:
+        raise StartError(f"memory_preemption {config.memory_preemption!r} is unknown; use {', '.join(MODES)}")
+    for name, least, most in (
+        ("host_kv_memory_bytes", 0, None),
+        ("swap_benefit", 0, None),
+        ("swap_min_run_steps", 0, None),
+        ("swap_link_percent", 1, 100),
+        ("promotion_percent", 0, 99),
+        ("step_log_max_bytes", 1, None),
+    ):
+        value = getattr(config, name)
+        if value < least or (most is not None and value > most):
+            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise StartError(f"{name} must be {allowed}, got {value}")
     if config.num_threads < 0:
         raise StartError(f"num_threads must not be negative, got {config.num_threads}")
     num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) - 1)
@@ -274,19 +292,19 @@ def _quiet_openmp(num_threads: int) -> None:
 def _assemble(
     config: EngineConfig, parts: EngineParts, identity: EngineIdentity
 ) -> tuple[EngineCore, ServiceSampler, Hello]:
-    policy = make_policy(
-        config.policy,
-        from_profile(
-            parts.profile,
-            levels=config.levels,
-            fairness_window_us=config.fairness_window_ms * 1000,
-            coast=config.coast,
-            chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
-            context_len=parts.model.context_len,
-            promotion_percent=config.promotion_percent,
-            min_run_steps=config.swap_min_run_steps,
-        ),
+    constants = from_profile(
+        parts.profile,
+        levels=config.levels,
+        fairness_window_us=config.fairness_window_ms * 1000,
+        coast=config.coast,
+        chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
+        context_len=parts.model.context_len,
+        promotion_percent=config.promotion_percent,
+        min_run_steps=config.swap_min_run_steps,
     )
+    policy = make_policy(config.policy, constants)
+    has_promises = policy.name == EgMlfq.name
+    upload_us = _upload_max_us(config, parts)
     scheduler = Scheduler(
         config,
         policy,
@@ -295,6 +313,7 @@ def _assemble(
         eos_token_ids=parts.model.eos_token_ids,
         num_host_blocks=parts.num_host_blocks,
         block_copy_us=parts.block_copy_us,
+        promises=Promises(constants if has_promises else None, upload_us),
     )
     step_log = _open_step_log(config, scheduler, identity)
     core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model, step_log)
@@ -320,8 +339,32 @@ def _assemble(
         max_batch_size=config.max_batch_size,
         max_batch_tokens=config.max_batch_tokens,
         max_queued_requests=config.max_queued_requests,
+        block_bytes=parts.block_bytes,
+        block_copy_us=parts.block_copy_us,
+        memory_preemption=scheduler.memory_preemption,
+        constants=_policy_info(constants, upload_us) if has_promises else None,
     )
-    return core, ServiceSampler(policy, parts.clock.now_us()), hello
+    return core, ServiceSampler(policy, parts.clock.now_us(), scheduler, parts.block_bytes), hello
+
+
+def _upload_max_us(config: EngineConfig, parts: EngineParts) -> int:
+    """T_in of the largest sequence; 0 where KV never leaves the device."""
+    if config.memory_preemption not in ("proactive", "reactive") or not parts.num_host_blocks:
+        return 0
+    num_blocks = min(parts.num_device_blocks, blocks_for(parts.model.context_len, config.block_size))
+    return math.ceil(num_blocks * parts.block_copy_us)
+
+
+def _policy_info(constants: PolicyConfig, upload_us: int) -> PolicyInfo:
+    return PolicyInfo(
+        levels=constants.levels,
+        base_quantum_us=constants.base_quantum_us,
+        fairness_window_us=constants.fairness_window_us,
+        step_cost_max_us=constants.step_cost_max_us,
+        promotion_percent=constants.promotion_percent,
+        grant_us=constants.promotion_grant_us,
+        upload_max_us=upload_us,
+    )
 
 
 def _open_step_log(config: EngineConfig, scheduler: Scheduler, identity: EngineIdentity) -> StepLog | None:

@@ -14,13 +14,12 @@ from engine.blocks import blocks_for
 from engine.config import EngineConfig
 from engine.entry import Entry
 from engine.memory import Flight, KVMemory, LinkBudget
-from engine.plan import BlockCopy
+from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Sequence, Status
 from engine.swap_planner import Away, Kind, Move, Need, Pools, Resident, SwapPlanner
 from policies.cost import StepProfile
 from policies.policy import Policy
 
-MODES = ("proactive", "reactive", "recompute", "none")
 RESERVE_STEPS = 4  # H of guard G4
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
 _PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
@@ -160,12 +159,57 @@ class Swapping:
         self._carry_out(moves, copies, num_steps)
         return copies
 
-    def causes(self, copies: Iterable[BlockCopy]) -> list[tuple[Cause, int]]:
-        """Who pays for these copies, and their blocks; when there are none, for all that are in flight."""
-        named = list(copies) or [flight.copy for flight in self._memory.flights.values()]
-        return [(self._causes[copy.copy_id], len(copy.pairs)) for copy in named]
+    def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
+        """Charge the step's copy time to the causers, by blocks. Returns how much that is; the rest is the rows'.
 
-    def landed(self, flight: Flight) -> Sequence | None:
+        A step that has no copies of its own can only have stood still for those in flight.
+        """
+        copy_us = result.copy_us if plan.rows else result.duration_us
+        copies = [*plan.copies_out, *plan.copies_in] or [flight.copy for flight in self._memory.flights.values()]
+        if not (copy_us and copies):
+            return 0
+        causes = [(self._causes[copy.copy_id], len(copy.pairs)) for copy in copies]
+        self._bills.bill_copies(copy_us, causes, self._sequences)
+        return copy_us
+
+    def filled(self, sequence: Sequence, row: Row, charge_us: int) -> int:
+        """A row of prompt or replay is done, and `sequence.num_computed` says so. Returns what of its charge is billed
+        to somebody else than the row: a replay's whole.
+        """
+        is_replay = row.start < sequence.replay_to
+        if is_replay:
+            team_id = sequence.request.team_id
+            payer = team_id if sequence.displaced_by is None else sequence.displaced_by
+            self._bills.bill(charge_us, Cause(payer, sequence.displaced_for, team_id), self._sequences)
+            self._bills.replayed_tokens += len(row.token_ids)
+        if not sequence.is_half:
+            self._entry.filled(sequence)
+            self.half.pop(sequence.seq_id, None)
+            sequence.displaced_by = None
+        return charge_us if is_replay else 0
+
+    def grown(self, sequence: Sequence, num_blocks: int) -> None:
+        """It has taken so many blocks."""
+        entry = self._entry
+        if entry.holder is sequence:
+            entry.holder = None
+        sequence.num_refusals = 0
+        entry.grown(sequence, len(sequence.table.blocks))
+        team_id = sequence.request.team_id
+        self.grew[team_id] = self.grew.get(team_id, 0) + num_blocks
+        if sequence.is_half:
+            entry.kept -= num_blocks
+
+    def land(self, policy: Policy, result: StepResult) -> None:
+        """Copies are over: blocks come free, and sequences are where they were going. Between steps."""
+        for copy_id in result.copies_done:
+            sequence = self._landed(self._memory.complete(copy_id))
+            if sequence is not None:
+                policy.swapped_in(sequence.seq_id)
+        for copy_id in result.copies_failed:
+            self._lost(self._memory.fail(copy_id))
+
+    def _landed(self, flight: Flight) -> Sequence | None:
         """A copy is done. The sequence whose upload it was, if that goes on."""
         self._causes.pop(flight.copy.copy_id)
         self._entry.has_room_grown = True
@@ -183,7 +227,7 @@ class Swapping:
             sequence.displaced_by = None
         return sequence
 
-    def lost(self, flight: Flight) -> None:
+    def _lost(self, flight: Flight) -> None:
         """A copy was given up: the sequence's KV is gone, and will be computed again."""
         cause = self._causes.pop(flight.copy.copy_id)
         self._entry.has_room_grown = True
@@ -207,12 +251,6 @@ class Swapping:
         if sequence.status is Status.DROPPED:
             self.num_dropped -= 1
         self.half[sequence.seq_id] = sequence
-
-    def whole(self, sequence: Sequence) -> None:
-        """Its prompt is whole, or whole again."""
-        self._entry.filled(sequence)
-        self.half.pop(sequence.seq_id, None)
-        sequence.displaced_by = None
 
     def left(self, sequence: Sequence) -> None:
         """It has ended; its status still says where it was."""

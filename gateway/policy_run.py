@@ -37,16 +37,21 @@ class RunOptions:
     kv_memory: str = ""  # as --kv-memory; "" is the server's default
     host_kv_memory: str = ""
     max_batch_tokens: str = ""
+    team_tiers: Mapping[str, str] = field(default_factory=lambda: TEAM_TIERS)  # others are silver
+
+    def tier_of(self, team: str) -> str:
+        """The tier of a team of the trace."""
+        return self.team_tiers.get(team, OTHER_TIER)
 
 
-async def _make_teams(admin: AdminClient, teams: Sequence[str], weights: Mapping[str, int]) -> dict[str, str]:
+async def _make_teams(admin: AdminClient, teams: Sequence[str], options: RunOptions) -> dict[str, str]:
     # Under overload FCFS waits longer than a tier would let it: both orders get the time to finish everything.
-    for tier in sorted({TEAM_TIERS.get(team, OTHER_TIER) for team in teams}):
-        weight = {"weight": weights[tier]} if tier in weights else {}
+    for tier in sorted({options.tier_of(team) for team in teams}):
+        weight = {"weight": options.weights[tier]} if tier in options.weights else {}
         await admin.call("PATCH", f"/admin/v1/tiers/{tier}", body={"max_queue_seconds": PATIENCE_SECONDS, **weight})
     keys = {}
     for team in teams:
-        tier = TEAM_TIERS.get(team, OTHER_TIER)
+        tier = options.tier_of(team)
         await admin.call("POST", "/admin/v1/teams", body={"name": team, "tier": tier})
         answer = await admin.call("POST", f"/admin/v1/teams/{team}/keys", body={})
         keys[team] = str(answer["key"])
@@ -80,7 +85,7 @@ def run_policy(
 
     async def play(server: ServerProcess) -> tuple[str, list[Outcome], dict[str, Any]]:
         async with open_admin(data_dir) as admin:
-            keys = await _make_teams(admin, teams, options.weights)
+            keys = await _make_teams(admin, teams, options)
             status = await admin.call("GET", "/admin/v1/status")
         served_model = status["engine"]["model"]["name"]
         # Both runs answer it, so both engines are warm when the trace begins.
@@ -90,7 +95,7 @@ def run_policy(
 
     with ServerProcess(data_dir, serve_options(policy, options)) as server:
         answer, outcomes, status = asyncio.run(play(server))
-    return _document(policy, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams)
+    return _document(policy, outcomes, answer, status, asyncio.run(_reports(data_dir)), teams, options)
 
 
 def serve_options(policy: str, options: RunOptions) -> list[str]:
@@ -125,6 +130,7 @@ def _document(
     status: dict[str, Any],
     reports: dict[str, Any],
     teams: Sequence[str],
+    options: RunOptions,
 ) -> dict[str, Any]:
     profile = StepProfile(**status["engine"]["profile"])
     summary = summarise(outcomes)
@@ -138,7 +144,7 @@ def _document(
         table.append(
             {
                 "team": team,
-                "tier": TEAM_TIERS.get(team, OTHER_TIER),
+                "tier": options.tier_of(team),
                 "requests": one["requests"],
                 "failed": one["failed"],
                 "ttft_mean": (one["ttft_seconds"] or {}).get("mean"),

@@ -205,6 +205,8 @@ async def test_the_maximum_pause_is_shown_for_teams_and_tiers(state: AdminState,
         made = (await client.post(f"{V1}/teams", json={"name": "more", "tier": "gold"})).json()
         assert made["max_pause_queue"] == 11
         assert pause_of((await client.get(f"{V1}/tiers/gold")).json()) == pause_of(made)
+        await client.put(f"{V1}/teams/more/quota", json={"concurrent": 50})
+        assert pause_of((await client.get(f"{V1}/teams/more")).json()) == pause_of(made), "the engine takes in 11"
         changed = (await client.patch(f"{V1}/tiers/gold", json={"starving_after_ms": 9000})).json()
         assert changed["max_pause_seconds"] == pytest.approx(made["max_pause_seconds"] + 8.7)
         archived = (await client.patch(f"{V1}/teams/more", json={"archived": True})).json()

@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from policies.config import PolicyConfig
 from policies.mlfq import RankedSequence
 from policies.sequences import TeamTerms
-from policies.shares import TeamShare, gate_width, step_width
+from policies.shares import TeamShare, lag_bound
 
 _WHOLE = 100  # promotion_percent is in percent
 _SLACK = 64  # entries of ended sequences that may stay in the heap beside the live ones
@@ -140,13 +140,13 @@ class Promotions:
         due = self._due
         self._begun_us = now_us
         while due and due[0][0] <= now_us:
-            entry_us, _, sequence = due[0]
+            entry_us, place, sequence = due[0]
             if sequence.last_service < 0:
                 heappop(due)
                 self._gone -= 1
                 continue
             starves_us = sequence.last_service + sequence.team.terms.starving_after_us
-            if starves_us != entry_us:
+            if starves_us != entry_us or sequence.place != place:
                 heapreplace(due, (starves_us, sequence.place, sequence))
                 continue
             heappop(due)
@@ -273,11 +273,11 @@ def pause_bound_us(
     team = by_id[team_id]
     percent, grant = config.promotion_percent, config.promotion_grant_us
     weights = [terms.weight for terms in by_id.values()]
-    theta = gate_width(config, weights)
-    if not percent or theta is None or team.promotion_burst_grants < 1:
+    gap = lag_bound(config, weights)
+    if not percent or gap is None or team.promotion_burst_grants < 1:
         return 0
     total, step = sum(weights), config.step_cost_max_us
-    lockout = (theta + 2 * step_width(config, weights)) * (total - team.weight)
+    lockout = gap * (total - team.weight)
     sigmas = sum(terms.promotion_burst_grants for terms in by_id.values()) * grant
     # In hundredths of a microsecond over `percent` and the like, each term rounded up by itself.
     funding = -(-(num_ahead + 1) * max(grant, step) * _WHOLE * total // (percent * team.weight))

@@ -40,6 +40,16 @@ def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | Non
     return max(window, Fraction(config.quantum_cost_us, min(weights)))
 
 
+def lag_bound(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
+    """The most that D of two able teams differs after a step, at any number of slots: Theta + 2u; None is no bound.
+
+    Holds while blocks are not short. Where cost is not known beforehand the error of one estimate, times the slots,
+    over the least weight comes on top; so does what copies cost a team beyond its rows.
+    """
+    theta = gate_width(config, weights)
+    return None if theta is None else theta + 2 * step_width(config, weights)
+
+
 class TeamShare:
     """One team's account. Written by `LagMeter`, and by the policy while it picks."""
 
@@ -307,8 +317,8 @@ class LagMeter:
         """No satisfied team stays above the band.
 
         With many slots a team that asks for little is satisfied by less than what the others are entitled to. Then D of
-        the others may fall, when one of them runs ahead of another and leaves, while that of the satisfied one stays; and
-        it would be locked out for what a third team got.
+        the others may fall, when one of them runs ahead of another and leaves, while that of the satisfied one stays;
+        and it would be locked out for what a third team got.
         """
         if self.theta is not None:
             most = self.band()[0] + self.theta + 2 * self.step_max

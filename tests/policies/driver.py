@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
-from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
 from policies.service import make_policy
 
 UNIT = 27_720  # divisible by 1..12, so that the shares of small oracles are whole microseconds
@@ -93,6 +93,8 @@ class Driver:
         self.live: dict[int, Job] = {}
         self.future: list[tuple[int, int, Callable[[], object]]] = []
         self.on_done: list[Callable[[Job], object]] = []
+        self.between: Callable[[], object] = lambda: None  # before each step
+        self.overheads: Callable[[], list[Overhead]] = list  # of each step
         self.trace: list[tuple[int, list[str]]] = []
         self.max_gap = Fraction(0)
         self.largest = 0  # the largest cost of one sequence in one step so far, in units
@@ -129,6 +131,7 @@ class Driver:
     def step(self) -> list[str]:
         """One step. With nothing to run, the clock moves to the next arrival, or by one unit."""
         self._deliver()
+        self.between()
         policy, now_us = self.policy, self.now * self.unit
         policy.begin(now_us)
         picked: list[int] = []
@@ -167,7 +170,7 @@ class Driver:
             self.trace.append((self.now, labels))
         self.largest = max(self.largest, longest)
         self.now += longest or self._idle()
-        policy.settle(served, self.now * self.unit)
+        policy.settle(served, self.now * self.unit, self.overheads())
         self.max_gap = max(self.max_gap, self.gap())
         for seq_id in picked:
             job = self.live[seq_id]

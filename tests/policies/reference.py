@@ -11,7 +11,7 @@ from fractions import Fraction
 from operator import attrgetter
 
 from policies.config import PolicyConfig
-from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
 
 
 @dataclass
@@ -26,6 +26,11 @@ class Seq:
     used: int = 0
     attained: int = 0
     generated: bool = False
+    last_service: int = 0
+    grant_left: int = 0  # in lane P while it is positive
+    min_run_left: int = 0
+    exhausted: bool = False
+    promotions: int = 0
     refused: bool = False
     tried: bool = False
     taken: bool = False
@@ -43,12 +48,37 @@ class Team:
     work_average: int = 1
     completions: list[int] = field(default_factory=list)
     coasts: bool = False
+    alpha: int = 0
+    sigma: Fraction = Fraction(0)
+    rho: Fraction = Fraction(0)
+    b: Fraction = Fraction(0)
+    fifo: list[Seq] = field(default_factory=list)
+    exhausted: int = 0
+    promoted: int = 0
 
     def able(self) -> bool:
         return any(not seq.refused for seq in self.seqs)
 
     def expected(self, work: int) -> int:
         return work * self.cost_average // self.work_average
+
+    def order(self, seq: Seq) -> tuple[int, ...]:
+        """Inside the team: lane P; then by level, a minimum run one level and a half better; or by arrival, first those
+        in a minimum run.
+        """
+        if self.coasts:
+            return rank(seq) == LANE_P, seq.min_run_left > 0, -seq.arrival
+        return -rank(seq), -seq.place
+
+
+LANE_P = -4
+
+
+def rank(seq: Seq) -> int:
+    """The order between teams: 2 * level, 2 * level - 3 in a minimum run, less than all in lane P."""
+    if seq.grant_left > 0:
+        return LANE_P
+    return 2 * seq.level - 3 * (seq.min_run_left > 0)
 
 
 class Reference:
@@ -64,9 +94,15 @@ class Reference:
         self.place = self.arrivals = 0
         self.V = Fraction(0)
         self.planned: list[Team] = []
+        self.begun = 0
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
-        self.teams = {terms.team_id: Team(terms.team_id, terms.weight) for terms in teams}
+        self.teams = {}
+        table = list(teams)
+        for terms in table:
+            team = self.teams[terms.team_id] = Team(terms.team_id, terms.weight, alpha=terms.starving_after_us)
+            team.b = team.sigma = Fraction(terms.promotion_burst_grants * self.config.promotion_grant_us)
+            team.rho = Fraction(self.config.promotion_percent, 100) * terms.weight / sum(t.weight for t in table)
         self.lcm = math.lcm(*(team.weight for team in self.teams.values()))
         least = min(team.weight for team in self.teams.values())
         self.u = Fraction(self.config.step_cost_max_us, least)
@@ -96,11 +132,13 @@ class Reference:
         self.place += 1
         self.arrivals += 1
         seq = Seq(terms.seq_id, team, level, self.place, terms.prefill_work_us, next_work, self.arrivals)
+        seq.last_service = now_us
         team.seqs.append(seq)
         self.seqs[terms.seq_id] = seq
         return level
 
     def begin(self, now_us: int) -> None:
+        self.promote(now_us)
         self.planned = self.active()
         for team in self.planned:
             team.D_planned = team.D
@@ -112,13 +150,40 @@ class Reference:
         for team in self.planned:
             untried = [seq for seq in team.seqs if not seq.tried]
             if untried:
-                by_arrival, by_level = attrgetter("arrival"), attrgetter("level", "place")
-                candidates.append(min(untried, key=by_arrival if team.coasts else by_level))
+                candidates.append(max(untried, key=team.order))
         if not candidates:
             return None
         limit = max(min(team.D_planned for team in self.able()) + self.theta, min(seq.team.D for seq in candidates))
         eligible = [seq for seq in candidates if limit >= seq.team.D]
-        return min(eligible, key=lambda seq: (seq.level, seq.team.D, seq.place)).seq_id
+        return min(eligible, key=lambda seq: (rank(seq), seq.team.D, seq.place)).seq_id
+
+    def promote(self, now_us: int) -> None:
+        """ITERATE (1): fill the buckets, queue who starves, and give out grants."""
+        for team in self.teams.values():
+            team.b = min(team.sigma, team.b + team.rho * (now_us - self.begun))
+        self.begun = now_us
+        if not self.config.promotion_percent:
+            return
+        for team in self.active():
+            starving = [seq for seq in team.seqs if now_us - seq.last_service >= team.alpha]
+            starving = [seq for seq in starving if seq.grant_left <= 0 and seq not in team.fifo]
+            team.fifo += sorted(starving, key=attrgetter("last_service", "place"))
+            if not team.fifo or any(seq.grant_left > 0 for seq in team.seqs):
+                continue
+            head = team.fifo[0]
+            if team.b >= self.config.promotion_grant_us:
+                team.fifo.remove(head)
+                head.exhausted = False
+                head.grant_left = self.config.promotion_grant_us
+                head.promotions += 1
+            elif not head.exhausted:
+                head.exhausted = True
+                team.exhausted += 1
+
+    def swapped_in(self, seq_id: int) -> None:
+        seq = self.seqs[seq_id]
+        seq.refused = False
+        seq.min_run_left = self.config.min_run_steps
 
     def take(self, seq_id: int, work_us: int) -> None:
         seq = self.seqs[seq_id]
@@ -130,7 +195,7 @@ class Reference:
         seq = self.seqs[seq_id]
         seq.tried = seq.refused = True
 
-    def settle(self, served: Sequence[Served], now_us: int) -> None:
+    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         total = sum(row.cost_us for row in served)
         largest = max((row.cost_us for row in served), default=0)
         cost = {team.team_id: 0 for team in self.planned}
@@ -138,12 +203,19 @@ class Reference:
         for row in served:
             cost[self.seqs[row.seq_id].team.team_id] += row.cost_us
             work[self.seqs[row.seq_id].team.team_id] += row.work_us
+        rows_cost = dict(cost)
+        for overhead in overheads:
+            if self.teams[overhead.team_id] in self.planned:
+                total += overhead.cost_us
+                cost[overhead.team_id] += overhead.cost_us
+            else:
+                self.teams[overhead.team_id].D += Fraction(overhead.cost_us, self.teams[overhead.team_id].weight)
         demand = {
             team.team_id: cost[team.team_id]
             + sum(max(largest, team.expected(seq.next_work)) for seq in team.seqs if not seq.taken)
             for team in self.planned
         }
-        if total:
+        if total and self.planned:
             entitled, satisfied = water_fill(total, demand, {team.team_id: team.weight for team in self.planned})
             weight = sum(team.weight for team in self.planned)
             self.V += Fraction(total * self.lcm // weight, self.lcm)
@@ -159,10 +231,10 @@ class Reference:
                     team.D = Fraction(max(team.D, floor))
         for team in self.planned:
             if any(self.seqs[row.seq_id].team is team for row in served):
-                team.cost_average += cost[team.team_id] - (team.cost_average >> 3)
+                team.cost_average += rows_cost[team.team_id] - (team.cost_average >> 3)
                 team.work_average += work[team.team_id] - (team.work_average >> 3)
         for row in served:
-            self.charge(self.seqs[row.seq_id], row)
+            self.charge(self.seqs[row.seq_id], row, now_us)
         for row in served:
             if row.has_finished and self.config.coast:
                 self.complete(self.seqs[row.seq_id])
@@ -178,22 +250,35 @@ class Reference:
             elif variation > Fraction(self.config.coast_above_percent, 100):
                 team.coasts = False
 
-    def charge(self, seq: Seq, row: Served) -> None:
-        seq.used += row.work_us
+    def charge(self, seq: Seq, row: Served, now_us: int) -> None:
         seq.attained += row.work_us
+        seq.last_service = now_us
+        seq.min_run_left -= seq.min_run_left > 0
+        if seq in seq.team.fifo:
+            seq.team.fifo.remove(seq)
+            seq.exhausted = False
+        is_paid = seq.grant_left > 0
+        if is_paid:
+            seq.grant_left -= row.work_us
+            seq.team.b -= row.work_us
+            seq.team.promoted += row.work_us
+        else:
+            seq.used += row.work_us
         if not row.has_generated:
             left = seq.prefill - seq.attained
             seq.next_work = min(max(row.work_us, self.config.chunk_work_us), left) if left > 0 else row.work_us
             return
         seq.next_work = row.work_us if seq.generated else self.config.decode_work_us
         seq.generated = True
-        if seq.used >= self.quanta[seq.level]:
+        if seq.used >= self.quanta[seq.level] and not is_paid:
             self.place += 1
             seq.level, seq.used, seq.place = seq.level + 1, 0, self.place
 
     def leave(self, seq_id: int, now_us: int) -> None:
         seq = self.seqs.pop(seq_id)
         seq.team.seqs.remove(seq)
+        if seq in seq.team.fifo:
+            seq.team.fifo.remove(seq)
         if not seq.team.seqs:
             seq.team.left_at = self.V
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from hypothesis import strategies as st
 
 from policies.config import PolicyConfig
+from policies.sequences import Overhead
 from tests.policies.driver import UNIT, Driver, Job, config
 
 
@@ -32,6 +33,18 @@ class Coast:
     least: int
 
 
+@dataclass(frozen=True)
+class Promotion:
+    """Budgets: eta in percent, G and alpha in units, sigma in grants."""
+
+    percent: int
+    grant: int
+    alpha: int
+    burst: int
+
+
+PROMOTIONS = (Promotion(20, 2, 4, 1), Promotion(60, 1, 2, 4), Promotion(5, 3, 10, 2))
+
 # From the first completion on for ever; often to and fro; and the real thresholds over few completions.
 COASTS = (Coast(10**9, 10**9, 256, 1), Coast(20, 20, 3, 1), Coast(80, 120, 8, 2))
 
@@ -48,6 +61,9 @@ class Scenario:
     skew: int  # 0: cost is work; otherwise a seed for costs that are not
     seed: int
     coast: Coast | None = None
+    promotion: Promotion | None = None
+    swaps: int = 0  # percent of steps before which an upload ends
+    overheads: int = 0  # percent of steps that cost some team something beside its rows
 
     @property
     def bound(self) -> int:
@@ -62,6 +78,10 @@ class Scenario:
     def settings(self, unit: int = UNIT) -> PolicyConfig:
         """The policy's configuration."""
         plain = config([2**k for k in range(self.levels)], theta=self.theta, u=self.bound, unit=unit)
+        if self.promotion is not None:
+            plain = replace(
+                plain, promotion_percent=self.promotion.percent, grant_us=self.promotion.grant * unit, min_run_steps=3
+            )
         coast = self.coast
         if coast is None:
             return plain
@@ -77,6 +97,8 @@ class Scenario:
     def driver(self, unit: int = UNIT, **more: object) -> Driver:
         """A driver with this scenario's arrivals in its future."""
         weights = dict(enumerate(self.weights))
+        if self.promotion is not None:
+            more = {"alpha": self.promotion.alpha, "burst": self.promotion.burst, **more}
         driver = Driver(self.settings(unit), weights, self.slots, unit=unit, **more)  # type: ignore[arg-type]
         loops: dict[int, JobPlan] = {}
 
@@ -98,7 +120,31 @@ class Scenario:
             driver.has_room = self._room(driver)
         if self.skew:
             driver.costs = self._costs()
+        if self.swaps:
+            driver.between = self._uploads(driver)
+        if self.overheads:
+            driver.overheads = self._bills(unit)
         return driver
+
+    def _uploads(self, driver: Driver) -> Callable[[], None]:
+        source = random.Random(f"uploads {self.seed}")
+
+        def upload() -> None:
+            if driver.live and source.randrange(100) < self.swaps:
+                driver.policy.swapped_in(source.choice(list(driver.live)))
+
+        return upload
+
+    def _bills(self, unit: int) -> Callable[[], list[Overhead]]:
+        source = random.Random(f"overheads {self.seed}")
+
+        def bills() -> list[Overhead]:
+            if source.randrange(100) >= self.overheads:
+                return []
+            teams = range(len(self.weights))
+            return [Overhead(source.choice(teams), source.randrange(2 * unit)) for _ in range(source.randint(1, 3))]
+
+        return bills
 
     def _room(self, driver: Driver) -> Callable[[Job], bool]:
         def has_room(job: Job) -> bool:
@@ -123,6 +169,7 @@ def scenarios(
     loops: bool = True,
     infinite: bool = False,
     only_infinite: bool = False,
+    promotion: bool = False,
 ) -> st.SearchStrategy[Scenario]:
     """Workloads of up to `max_teams` teams with weights 1 to 4; in most of them teams may coast."""
 
@@ -151,6 +198,8 @@ def scenarios(
             skew=draw(st.integers(1, 9)) if skew else 0,
             seed=draw(st.integers(0, 9)),
             coast=draw(st.sampled_from([None, *COASTS])),
+            promotion=draw(st.sampled_from([None, *PROMOTIONS])) if promotion else None,
+            swaps=draw(st.sampled_from([0, 30])) if promotion else 0,
         )
 
     return build()
@@ -158,7 +207,7 @@ def scenarios(
 
 def random_scenario(seed: int) -> Scenario:
     """A fuller workload than hypothesis starts with: half of the seeds with refusals, a third with skewed costs, in
-    three quarters teams may coast.
+    three quarters teams may coast, in half there are promotions, in a third uploads and overheads.
     """
     source = random.Random(seed)
     teams = source.randint(1, 5)
@@ -185,4 +234,7 @@ def random_scenario(seed: int) -> Scenario:
         skew=source.randint(1, 9) if seed % 3 == 0 else 0,
         seed=seed,
         coast=source.choice([None, *COASTS]),
+        promotion=source.choice([None, None, None, *PROMOTIONS]),
+        swaps=source.choice([0, 0, 30]),
+        overheads=source.choice([0, 0, 50]),
     )

@@ -4,12 +4,14 @@ The unit of fairness is a team's lag D. The naive policy (`tests.policies.refere
 computes in fractions.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.policies.driver import Driver
 from tests.policies.reference import Reference, water_fill
 from tests.policies.scenarios import Scenario, random_scenario, scenarios
 
@@ -23,6 +25,25 @@ def same_schedule(scenario: Scenario, steps: int = 60) -> None:
         assert fast.step() == slow.step()
         assert fast.policy.lags() == slow.policy.lags()
         assert [fast.policy.level(s) for s in fast.live] == [slow.policy.level(s) for s in slow.live]
+        same_promotions(fast, slow)
+
+
+def same_promotions(fast: Driver, slow: Driver) -> None:
+    """Budgets, queues, grants, and who has been promoted how often."""
+    reference: Reference = slow.policy  # type: ignore[assignment]
+    for service in fast.policy.team_service():
+        team = reference.teams[service.team_id]
+        if reference.config.promotion_percent:
+            held = min(team.sigma, team.b + team.rho * (fast.now * fast.unit - reference.begun))
+            assert service.budget_us == math.floor(held)
+        assert (service.starving, service.exhausted, service.promoted_us) == (
+            len(team.fifo),
+            team.exhausted,
+            team.promoted,
+        )
+    for seq_id in fast.live:
+        assert fast.policy.num_promotions(seq_id) == reference.seqs[seq_id].promotions
+        assert fast.policy.is_protected(seq_id) == (reference.seqs[seq_id].min_run_left > 0)
 
 
 @pytest.mark.parametrize("hundred", range(12))

@@ -159,7 +159,7 @@ async def test_samples_add_up_by_team() -> None:
         shown = Shown(g)
         g.holder.add("team-b", tier=BRONZE)
         cause = Interference(
-            causer_id=1, victim_id=2, preemptions=3, swaps_out=2, swaps_in=1, recomputes=1, bytes_out=200, bytes_in=100
+            causer_id=1, victim_id=2, preemptions=5, swaps_out=2, swaps_in=1, recomputes=1, bytes_out=200, bytes_in=100
         )
         given = {"overhead_us": 250_000, "promotions": 1, "exhausted": 2, "budget_us": -500_000, "lag_max_us": 2.5e6}
         for _ in range(2):
@@ -174,7 +174,7 @@ async def test_samples_add_up_by_team() -> None:
         assert shown.value("terazi_promotion_budget_remaining", team="team-a") == -0.5
         assert shown.value("terazi_service_lag_seconds", team="team-a") == 2.5
         assert shown.value("terazi_wasted_device_seconds_total", reason="overhead") == 0.5
-        assert shown.value("terazi_preemptions_total") == 12
+        assert shown.value("terazi_preemptions_total") == 20
         assert shown.values("terazi_swaps_total", "direction") == {"out": 8, "in": 4}
         assert shown.values("terazi_swapped_bytes_total", "direction") == {"out": 800, "in": 400}
         assert shown.value("terazi_recomputes_total") == 4

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Sequence as BatchSequence
+from policies.sequences import Overhead
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Bills:
     replayed_tokens: int = 0  # cumulative
     _counts: dict[tuple[int, int], Counts] = field(default_factory=dict)
     _overheads: dict[int, int] = field(default_factory=dict)  # by team, of the open step
+    _charged: dict[int, BatchSequence] = field(default_factory=dict)  # those who pay for it
 
     def counts(self, causer: int, victim: int) -> Counts:
         """The running counts of a pair of teams."""
@@ -82,15 +84,32 @@ class Bills:
         else:
             payer.device_us += cost_us
             payer.overhead_us += cost_us
+            self._charged[payer.seq_id] = payer
 
-    def put_carried(self, sequences: Iterable[BatchSequence]) -> None:
-        """These run: what is carried for their teams is theirs."""
-        for sequence in sequences:
-            cost_us = self.carried_us.pop(sequence.request.team_id, 0)
-            sequence.device_us += cost_us
-            sequence.overhead_us += cost_us
+    def close_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
+        """The open step is billed whole: what is carried for a team goes to the first of its sequences that `ran`.
 
-    def take_overheads(self) -> dict[int, int]:
-        """What the open step cost each causer beside its rows."""
-        taken, self._overheads = self._overheads, {}
-        return taken
+        Returns what the step cost each causer beside its rows, and the sequences that were charged without having run.
+        """
+        if self.carried_us:
+            for sequence in ran:
+                cost_us = self.carried_us.pop(sequence.request.team_id, 0)
+                sequence.device_us += cost_us
+                sequence.overhead_us += cost_us
+        if not self._overheads:
+            return (), ()
+        overheads = [Overhead(team_id, cost_us) for team_id, cost_us in self._overheads.items()]
+        for sequence in ran:
+            self._charged.pop(sequence.seq_id, None)
+        charged = list(self._charged.values())
+        self._overheads, self._charged = {}, {}
+        return overheads, charged
+
+    def note_preemptions(self, lost: Iterable[BatchSequence], gained: Sequence[BatchSequence]) -> None:
+        """These lost their slots in a step in which those gained one: each loss is put on one gain, in their order. Where
+        nobody gained one (a large prompt took the tokens, say) a team is its own cause.
+        """
+        for index, sequence in enumerate(lost):
+            victim = sequence.request.team_id
+            causer = gained[index % len(gained)].request.team_id if gained else victim
+            self.counts(causer, victim).preemptions += 1

@@ -39,6 +39,7 @@ class Entry:
         self.is_short = False  # somebody was refused for blocks since this was last set back
         self.num_claimed = 0  # of all started sequences
         self.num_half = 0  # blocks of the whole prompts that are half computed
+        self.blocked_teams: set[int] = set()  # teams with sequences beside the line that wait for blocks
         self.kept = 0  # device blocks not for newcomers in this step: promised to half prompts, and the reserve
         self._needs: list[tuple[int, int]] = []  # heap of (num_claim, seq_id), also of sequences long started
         self._num_closed = 0  # steps in which nothing new fitted
@@ -70,17 +71,16 @@ class Entry:
             heapq.heapify(self._deadlines)
         return due
 
-    def begin(self, policy: Policy, kept: int, others: Collection[int], refused: list[Sequence], free: int) -> bool:
-        """A step is being picked: `others` are teams with started sequences that wait for blocks. Is it closed?"""
-        self.kept = kept
+    def begin(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
+        """A step is being picked. Is it closed?"""
         self._num_tried = 0
         self._is_claimant_known = False
-        if self.holder is not None and not self._may_hold(policy, self.holder, others):
+        if self.holder is not None and not self._may_hold(policy, self.holder):
             self.holder = None
             self.has_room_grown = True
-        return self.close(policy, refused, free, others)
+        return self.close(policy, refused, free)
 
-    def close(self, policy: Policy, refused: list[Sequence], free: int, others: Collection[int] = ()) -> bool:
+    def close(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """Refuse all new sequences at once when not even the smallest fits. This step has `refused` some before."""
         needs, waiting = self._needs, self.waiting
         while needs and needs[0][1] not in waiting:
@@ -104,10 +104,10 @@ class Entry:
         for sequence in refused:
             sequence.num_refusals -= 1  # a step counts once
         if self.holder is None:
-            claimant = self._find_claimant(policy, others)
+            claimant = self._find_claimant(policy)
             line = waiting if claimant is None else self.waiting_of.get(claimant)
             if line:
-                self._reserve_for(policy, next(iter(line.values())), others)
+                self._reserve_for(policy, next(iter(line.values())))
         return True
 
     @property
@@ -166,7 +166,7 @@ class Entry:
         if self.holder is sequence:
             self.holder = None
 
-    def refuse(self, policy: Policy, sequence: Sequence, num_wanted: int, others: Collection[int]) -> None:
+    def refuse(self, policy: Policy, sequence: Sequence, num_wanted: int) -> None:
         """It was refused for blocks, of which it wants `num_wanted` on the device."""
         self.is_short = True
         sequence.num_refusals += 1
@@ -174,7 +174,7 @@ class Entry:
         if not sequence.is_started:
             self._num_tried += 1
         if self.holder is None:
-            self._reserve_for(policy, sequence, others)
+            self._reserve_for(policy, sequence)
 
     def say_who_fits_again(self, policy: Policy, free: int) -> None:
         """When room has grown, the policy hears of each team's oldest refused sequence that would fit now. A policy
@@ -193,24 +193,26 @@ class Entry:
         sequence.num_claim = min(most, held + 1) if self.can_take_back else most
         sequence.num_wanted = sequence.num_claim
 
-    def _find_claimant(self, policy: Policy, others: Collection[int]) -> int | None:
+    def _find_claimant(self, policy: Policy) -> int | None:
         """Whose sequences may hold the reservation in this step; asked only when somebody might."""
         if not self._is_claimant_known:
             self._is_claimant_known = True
             holding = self.holder.request.team_id if self.holder is not None else None
-            teams: Collection[int] = {*self.waiting_of, *others} if others else self.waiting_of
+            teams: Collection[int] = self.waiting_of
+            if self.can_take_back:
+                teams = {*teams, *self.blocked_teams, *(() if holding is None else (holding,))}
             self._claimant = policy.claimant(teams, holding)
         return self._claimant
 
-    def _may_hold(self, policy: Policy, sequence: Sequence, others: Collection[int]) -> bool:
-        return self._find_claimant(policy, others) in (None, sequence.request.team_id)
+    def _may_hold(self, policy: Policy, sequence: Sequence) -> bool:
+        return self._find_claimant(policy) in (None, sequence.request.team_id)
 
-    def _reserve_for(self, policy: Policy, sequence: Sequence, others: Collection[int]) -> None:
+    def _reserve_for(self, policy: Policy, sequence: Sequence) -> None:
         """Give the free reservation to a sequence that was refused often enough, if its team may hold it."""
         num_refusals = sequence.num_refusals
         if sequence.status is Status.WAITING:
             num_refusals += self._num_closed - sequence.num_closed_before
-        if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(policy, sequence, others):
+        if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(policy, sequence):
             self.holder = sequence
             self.has_room_grown = True  # for the holder
 

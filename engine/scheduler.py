@@ -32,14 +32,14 @@ from engine.swap_planner import Kind
 from engine.swapping import Copies, Swapping
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
-from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
+from policies.sequences import SequenceTerms, Served, TeamTerms
 
 _RUNNING, _PAUSED = Status.RUNNING, Status.PAUSED
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step did to its sequences: one event for each row, and the sequences that ended in it."""
+    """What a step did: an event for each row and each other sequence that was charged, and the sequences it ended."""
 
     events: tuple[TokenEvent, ...]
     ended: tuple[Sequence, ...]
@@ -226,20 +226,18 @@ class Scheduler:
         """Let the policy pick, and take what fits."""
         policy, profile, entry, swaps, pool = self.policy, self._profile, self._entry, self._swaps, self.pool
         best, take, promises = policy.best, policy.take, self.promises
-        block_size = self._config.block_size
+        block_size, fixed_us = self._config.block_size, profile.fixed_us
         tokens_left = self._config.max_batch_tokens
         slots_left = self._config.max_batch_size
         picked = _Picked([], [], [], [])
         rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
         refused: list[Sequence] = []
-        kept = 0
         if swaps is not None:
-            swaps.begin_step(policy)
-            kept = swaps.promised() + swaps.reserve(self._ran_last)
+            swaps.begin_step(policy, self._ran_last)
         if entry.has_room_grown:
             entry.say_who_fits_again(policy, pool.num_free)
         policy.begin(now_us)
-        is_closed = entry.begin(policy, kept, swaps.blocked_teams if swaps is not None else (), refused, pool.num_free)
+        is_closed = entry.begin(policy, refused, pool.num_free)
         while slots_left and tokens_left:
             seq_id = best()
             if seq_id is None:
@@ -258,21 +256,21 @@ class Scheduler:
                 self._start(sequence, now_us)
             request, output = sequence.request, sequence.output_token_ids
             start = sequence.num_computed
-            is_decode = False
-            samples = False
+            is_decode = samples = True
             token_ids: tuple[int, ...]
             if start < sequence.replay_to:
+                is_decode = samples = False
                 end = min(self._chunk_end(start, sequence.num_to_fill, tokens_left), sequence.replay_to)
                 token_ids = (request.prompt_token_ids + tuple(output))[start:end]
                 work_us = 0
                 marginal_us = profile.prefill_marginal_us(start, end - start)
             elif output:
-                is_decode = samples = True
                 end = start + 1
                 token_ids = (output[-1],)
-                work_us = profile.decode_work_us(end)
                 marginal_us = profile.decode_marginal_us(end)
+                work_us = max(1, round(fixed_us + marginal_us))  # profile.decode_work_us
             else:
+                is_decode = False
                 end = self._chunk_end(start, len(request.prompt_token_ids), tokens_left)
                 token_ids = request.prompt_token_ids[start:end]
                 samples = end == len(request.prompt_token_ids)
@@ -309,26 +307,28 @@ class Scheduler:
         step = self._open
         assert step is not None and step.plan is plan and result.step_id == plan.step_id, "not the open step"
         self._open = None
-        copy_us = self._swaps.bill_copies(plan, result) if self._swaps is not None else 0
+        swaps = self._swaps
+        copy_us = swaps.bill_copies(plan, result) if swaps is not None else 0
         charges_us = split_step(result.duration_us - copy_us, step.marginals_us, self._profile.fixed_us)
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
         new_tokens: list[tuple[int, ...]] = []
+        failed, token_of = result.failed, result.token_ids
         for row, sequence, work_us, charge_us in zip(plan.rows, step.sequences, step.works_us, charges_us, strict=True):
-            end = row.start + len(row.token_ids)
-            sequence.num_computed = end
+            seq_id = row.seq_id
             sequence.last_us = now_us
-            if not row.is_decode and self._swaps is not None:
-                charge_us -= self._swaps.filled(sequence, row, charge_us)
+            sequence.num_computed += len(row.token_ids)
+            if swaps is not None and not row.is_decode:
+                charge_us -= swaps.filled(sequence, row, charge_us)
             sequence.device_us += charge_us
             sequence.work_us += work_us
             tokens: tuple[int, ...] = ()
             reason: FinishReason | None = None
-            if row.seq_id in result.failed:
+            if seq_id in failed:
                 ending.append((sequence, "error"))
-                sequence.error = result.failed[row.seq_id]
+                sequence.error = failed[seq_id]
             elif row.samples:
-                token_id = result.token_ids[row.seq_id]
+                token_id = token_of[seq_id]
                 tokens = (token_id,)
                 sequence.output_token_ids.append(token_id)
                 if sequence.first_token_us is None:
@@ -337,11 +337,9 @@ class Scheduler:
                 if reason is not None:
                     ending.append((sequence, reason))
             new_tokens.append(tokens)
-            served.append(Served(row.seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
+            served.append(Served(seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
 
-        if self.bills.carried_us:
-            self.bills.put_carried(step.sequences)
-        overheads = [Overhead(team_id, cost_us) for team_id, cost_us in self.bills.take_overheads().items()]
+        overheads, charged = self.bills.close_step(step.sequences) if swaps is not None else ((), ())
         self.policy.settle(served, now_us, overheads)
         level_of = self.policy.level
         events: list[TokenEvent] = []
@@ -351,9 +349,11 @@ class Scheduler:
             if level != sequence.level:
                 sequence.level = level
                 sequence.level_path.append(level)
-        if self._swaps is not None:
-            self._swaps.land(self.policy, result)
-            self._swaps.ran(step.sequences, result.duration_us)
+        for sequence in charged:
+            events.append(TokenEvent(sequence.request.request_id, (), sequence.device_us, sequence.level))
+        if swaps is not None:
+            swaps.land(self.policy, result)
+            swaps.ran(step.sequences, result.duration_us)
         for sequence, reason in ending:
             self._finish(sequence, reason, now_us)
         return StepOutcome(tuple(events), tuple(sequence for sequence, _ in ending))
@@ -389,7 +389,6 @@ class Scheduler:
         sequence.num_refusals = 0
         if self._swaps is not None:
             self._swaps.started(sequence)
-        sequence.move_to(Status.RUNNING)
 
     def _refuse(self, sequence: Sequence, missing: int = 0) -> None:
         """It was picked and has no place in this step: `missing` blocks to grow into, or all of its own."""
@@ -403,27 +402,22 @@ class Scheduler:
             num_wanted, kind = missing, Kind.GROW
             if status is Status.SWAPPED:
                 num_wanted, kind = swaps.wanted_to_return(sequence), Kind.UPLOAD
-        teams = swaps.blocked_teams if swaps is not None else ()
         if swaps is not None:
             swaps.refused(sequence, kind, num_wanted)
-        entry.refuse(self.policy, sequence, num_wanted, teams)
+        entry.refuse(self.policy, sequence, num_wanted)
 
     def _change_slots(self, picked: list[Sequence]) -> None:
         """Give the picked their slots; whoever ran in the step before and is not among them has lost its own."""
-        for sequence in picked:
-            if sequence.status is _PAUSED:
-                sequence.move_to(_RUNNING)
+        gained = [sequence for sequence in picked if sequence.status is not _RUNNING]
+        for sequence in gained:
+            sequence.move_to(_RUNNING)
         kept = {sequence.seq_id for sequence in picked}
         lost = [s for s in self._ran_last if s.seq_id not in kept and s.status is _RUNNING]
-        if lost:
-            ran = {sequence.seq_id for sequence in self._ran_last}
-            gained = [sequence for sequence in picked if sequence.seq_id not in ran]
-        for index, sequence in enumerate(lost):
+        for sequence in lost:
             sequence.move_to(_PAUSED)
             sequence.num_preemptions += 1
-            victim = sequence.request.team_id
-            causer = gained[index % len(gained)].request.team_id if gained else victim
-            self.bills.counts(causer, victim).preemptions += 1
+        if lost:
+            self.bills.note_preemptions(lost, gained)
         self._ran_last = picked
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -63,7 +63,6 @@ class Swapping:
         )
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step
-        self.blocked_teams: set[int] = set()
         self.half: dict[int, Sequence] = {}  # started and not whole
         self.away: dict[int, Sequence] = {}  # on the host, or on the way there or back
         self.num_dropped = 0
@@ -78,7 +77,7 @@ class Swapping:
             self.needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
         if sequence.status is not Status.WAITING:
             self.blocked[sequence.seq_id] = sequence
-            self.blocked_teams.add(sequence.request.team_id)
+            self._entry.blocked_teams.add(sequence.request.team_id)
 
     def wanted_to_return(self, sequence: Sequence) -> int:
         """Device blocks that one on the host wants free: its own, and those of its whole prompt or its next token."""
@@ -262,18 +261,20 @@ class Swapping:
         self.blocked.pop(seq_id, None)
         self._safe.pop(seq_id, None)
 
-    def begin_step(self, policy: Policy) -> None:
-        """Tell the policy who of the refused would fit now, and forget what was refused."""
-        if self._entry.has_room_grown:
+    def begin_step(self, policy: Policy, ran_last: Iterable[Sequence]) -> None:
+        """Tell the policy who of the refused would fit now, and begin to note who is refused in this step."""
+        entry = self._entry
+        if entry.has_room_grown:
             free = self._memory.device.num_free
             for sequence in self.blocked.values():
                 if (sequence.status in _RESIDENT and sequence.num_wanted <= free) or (
-                    sequence.status is Status.DROPPED and self._entry.fits(sequence, free)
+                    sequence.status is Status.DROPPED and entry.fits(sequence, free)
                 ):
                     policy.fits_again(sequence.seq_id)
+        entry.blocked_teams = {sequence.request.team_id for sequence in self.blocked.values()}
+        entry.kept = self.promised() + self.reserve(ran_last)
         self.needs = []
         self.blocked = {}
-        self.blocked_teams = set()
         self.grew = {}
 
     def check(self) -> None:

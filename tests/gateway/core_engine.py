@@ -3,19 +3,22 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.framing import encode
 from engine.messages import Abort, ConfigureTeams, FromGateway, Hello, StepDone, Submit
-from engine.plan import StepPlan, StepResult
 from engine.request import Sequence
 from engine.scheduler import Scheduler
+from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
+from engine.step_log import StepLog, StepLogStart
 from policies.config import from_profile
 from policies.cost import StepProfile
 from policies.service import make_policy
-from tests.engine.moments import moment_of
+from tests.engine.moments import Cut, moment_of, num_steps
 from tests.engine.support import submit, team
 from tests.gateway.fake_engine import EOS, FakeEngine, hello
 
@@ -40,13 +43,15 @@ class CoreEngine(FakeEngine):
     test looks at.
     """
 
-    def __init__(self, path: Path, greeting: Hello) -> None:
+    def __init__(self, path: Path, greeting: Hello, max_delay: int = 0) -> None:
+        """`max_delay`: steps that a copy may take longer than its own."""
         super().__init__(path, greeting)
         config = EngineConfig(
             kind="sim", block_size=BLOCK_SIZE, max_batch_size=2, max_batch_tokens=24, prefill_chunk_tokens=16
         )
         self.clock = VirtualClock()
-        self.plans: list[StepPlan] = []
+        self.log_path = path.with_name("steps.jsonl")
+        self.cuts: list[Cut] = []  # aborts of live requests
         self.latest: StepDone | None = None
         context_len = greeting.model.context_len
         constants = from_profile(
@@ -61,19 +66,20 @@ class CoreEngine(FakeEngine):
             num_host_blocks=HOST_BLOCKS,
             block_copy_us=2.0,
         )
-        self.core = EngineCore(config, self.scheduler, self, self.clock, greeting.model)
-        self.core.configure(ConfigureTeams(teams=(team(1), team(FILLER_TEAM, weight=8))))
-        self._inner = SimRunner(PROFILE, self.clock)
+        start = StepLogStart(
+            engine_id="core",
+            epoch=1,
+            num_device_blocks=DEVICE_BLOCKS,
+            num_host_blocks=HOST_BLOCKS,
+            block_size=BLOCK_SIZE,
+        )
+        runner = DelayedCopies(SimRunner(PROFILE, self.clock, block_copy_us=2.0), 1, max_delay=max_delay)
+        log = StepLog(self.log_path, 1 << 30, start, pytest.fail)
+        self.core = EngineCore(config, self.scheduler, runner, self.clock, greeting.model, log)
+        teams = (*(team(team_id) for team_id in (1, 2, 3)), team(FILLER_TEAM, weight=8))
+        self.core.configure(ConfigureTeams(teams=teams))
         self._rng = random.Random(3)
         self._num_fillers = 0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The core's runner: keep the plan and simulate it."""
-        self.plans.append(plan)
-        return self._inner.execute(plan)
-
-    def release(self, seq_id: int) -> None:
-        """Nothing is kept."""
 
     def _take(self, message: FromGateway) -> None:
         if isinstance(message, Submit):
@@ -81,6 +87,9 @@ class CoreEngine(FakeEngine):
             self.submitted.append(message)
             self._submits.put_nowait(message)
         elif isinstance(message, Abort):
+            sequence = self.find(message.request_id)
+            if sequence is not None:
+                self.cuts.append(Cut(message.request_id, moment_of(sequence), num_steps(self.log_path)))
             self.core.abort(message.request_id)
             self.aborted.append(message.request_id)
             self._aborts.put_nowait(message.request_id)

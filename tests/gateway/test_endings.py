@@ -7,17 +7,23 @@ request is caught exactly where it is wanted: queued, in prefill, decoding, swap
 import asyncio
 import contextlib
 import json
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway.app import HttpSettings
 from policies.tiers import DEFAULT_TIERS
 from tenants.rows import LedgerRow
+from tests.engine.moments import MOMENTS as ALL_MOMENTS
+from tests.engine.moments import check_cuts, moment_of, planned, read_steps
 from tests.gateway.core_engine import DEVICE_BLOCKS, HOST_BLOCKS, CoreEngine, small_hello
-from tests.gateway.harness import CHAT, Gateway, chat_body, events, eventually, gateway, text_of
+from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
 pytestmark = pytest.mark.anyio
 
@@ -25,13 +31,15 @@ OUTPUT = 100  # tokens the request may generate
 MOMENTS = ("waiting", "prefill", "running", "swapped")
 every_moment = pytest.mark.parametrize("moment", MOMENTS)
 streaming_or_not = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+# The engine answers an abort when the test makes a step, however long this machine stands still before that.
+PATIENT = HttpSettings(settle_wait=WAIT, close_wait=WAIT)
 TIER = replace(DEFAULT_TIERS[2], max_queue_seconds=5)
 
 
 @contextlib.asynccontextmanager
 async def overloaded(moment: str = "") -> AsyncIterator[tuple[Gateway, CoreEngine]]:
     """A gateway before an engine with room for a few requests; everything is accounted for at the end."""
-    async with gateway(tcp=True, greeting=small_hello(), make_engine=CoreEngine, tier=TIER) as g:
+    async with gateway(tcp=True, greeting=small_hello(), make_engine=CoreEngine, tier=TIER, settings=PATIENT) as g:
         assert isinstance(g.engine, CoreEngine)
         if moment == "waiting":
             g.engine.saturate()
@@ -44,22 +52,27 @@ async def overloaded(moment: str = "") -> AsyncIterator[tuple[Gateway, CoreEngin
         assert step is None and g.engine.scheduler.num_live == 0
 
 
-def body(stream: bool) -> dict[str, Any]:
-    return chat_body("hello there", stream=stream, max_tokens=OUTPUT, min_tokens=OUTPUT, ignore_eos=True)
+def body(stream: bool, text: str = "hello there", output: int = OUTPUT) -> dict[str, Any]:
+    return chat_body(text, stream=stream, max_tokens=output, min_tokens=output, ignore_eos=True)
+
+
+async def call(g: Gateway, key: str, document: dict[str, Any]) -> asyncio.Transport:
+    """One request from a bare socket; what comes back is not kept."""
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, "127.0.0.1", g.port)
+    sent = json.dumps(document).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(sent)}\r\n\r\n"
+    transport.write(head.encode() + sent)
+    return transport
 
 
 @contextlib.asynccontextmanager
 async def impatient_client(g: Gateway, stream: bool) -> AsyncIterator[None]:
-    """One request from a bare socket; leaving the block hangs up."""
-    _, writer = await asyncio.open_connection("127.0.0.1", g.port)
-    sent = json.dumps(body(stream)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {g.key}\r\ncontent-length: {len(sent)}\r\n\r\n"
-    writer.write(head.encode() + sent)
-    await writer.drain()
+    """One request; leaving the block hangs up."""
+    transport = await call(g, g.key, body(stream))
     try:
         yield
     finally:
-        writer.transport.abort()
+        transport.abort()
 
 
 @contextlib.asynccontextmanager
@@ -110,16 +123,13 @@ async def test_a_client_that_leaves(moment: str, stream: bool) -> None:
             submit = await engine.next_submit()
             sequence = engine.bring(submit.request_id, moment)
         assert await engine.next_abort() == submit.request_id
-        num_plans = len(engine.plans)
         engine.advance()
         assert sequence.is_finished and sequence.finish_reason == "abort"
         row = await g.ledger.next_row()
         engine.run_dry()
-        assert len(engine.plans) > num_plans
-        for plan in engine.plans[num_plans:]:
-            touched = {row.seq_id for row in plan.rows}
-            touched |= {copy.seq_id for copy in (*plan.copies_out, *plan.copies_in)}
-            assert sequence.seq_id not in touched, "planned after its abort"
+        (cut,) = engine.cuts
+        assert (cut.request_id, cut.moment) == (submit.request_id, moment)
+        check_cuts(read_steps(engine.log_path), engine.cuts)
         assert free_blocks(engine) == (DEVICE_BLOCKS, HOST_BLOCKS)
         assert (row.outcome, row.error_code, row.finish_reason) == ("client_closed", "client_closed", None)
         assert (row.device_us, row.num_swaps > 0) == (sequence.device_us, moment == "swapped")
@@ -195,7 +205,7 @@ async def test_a_request_that_has_not_started_when_its_queue_time_ends(stream: b
         assert (row.outcome, row.error_code, row.device_us) == ("timeout", "queue_timeout", 0)
         check_booked(g, row, "waiting", 0)
         assert g.state.leases.totals(1).released_requests == 1, "who was refused before its first step has made none"
-        assert engine.find(submit.request_id) is None and engine.plans == []
+        assert engine.find(submit.request_id) is None and not any(map(planned, read_steps(engine.log_path)))
 
 
 async def test_a_request_that_starts_in_the_last_microsecond_of_its_queue_time() -> None:
@@ -217,3 +227,71 @@ async def test_a_request_that_lies_swapped_out_when_its_queue_time_ends() -> Non
         assert (row.outcome, row.output_tokens) == ("ok", OUTPUT) and row.num_swaps > 0
         assert sequence.finish_reason == "length"
         assert text_of(events((await task).text))
+
+
+@pytest.mark.case("G09", "G21")
+async def test_200_clients_that_leave_at_random_moments() -> None:
+    rng = random.Random(2)
+    counts: Counter[str] = Counter(dict.fromkeys(ALL_MOMENTS, 0))
+    make_engine = partial(CoreEngine, max_delay=3)
+    async with gateway(tcp=True, greeting=small_hello(), make_engine=make_engine, settings=PATIENT) as g:
+        engine = g.engine
+        assert isinstance(engine, CoreEngine)
+        keys = [g.key, g.holder.add("team-b"), g.holder.add("team-c")]
+        callers: dict[str, asyncio.Transport] = {}
+        while len(engine.cuts) < 200:
+            while len(callers) < 10:
+                document = body(rng.random() < 0.5, "x" * rng.randint(1, 60), rng.randint(2, 90))
+                transport = await call(g, rng.choice(keys), document)
+                callers[(await engine.next_submit()).request_id] = transport
+            engine.advance()
+            await asyncio.sleep(0)
+            there: dict[str, list[str]] = {}
+            for request_id in list(callers):
+                sequence = engine.find(request_id)
+                if sequence is None:
+                    callers.pop(request_id).close()
+                else:
+                    there.setdefault(moment_of(sequence), []).append(request_id)
+            moment = min(sorted(there), key=lambda name: counts[name], default=None)
+            if moment is not None and rng.random() < (0.4 if counts[moment] == min(counts.values()) else 0.05):
+                counts[moment] += 1
+                request_id = rng.choice(there[moment])
+                callers.pop(request_id).abort()
+                for _ in range(rng.randrange(3)):  # it takes a while to be noticed
+                    engine.advance()
+                await eventually(partial(is_noticed, engine, request_id))
+        for transport in callers.values():
+            transport.abort()
+        await eventually(lambda: all(is_noticed(engine, request_id) for request_id in callers))
+        engine.run_dry()
+        await eventually(lambda: len(g.ledger.rows) == len(g.ledger.opened) and not g.outstanding())
+        check_everything(g, engine)
+
+
+def is_noticed(engine: CoreEngine, request_id: str) -> bool:
+    return request_id in engine.aborted or engine.find(request_id) is None
+
+
+def check_everything(g: Gateway, engine: CoreEngine) -> None:
+    """Clients have left at every moment; the log, the engine's last words, the ledger and the leases agree."""
+    lines = read_steps(engine.log_path)
+    check_cuts(lines, engine.cuts)
+    assert (lines[-1]["free_blocks"], lines[-1]["free_host_blocks"]) == (DEVICE_BLOCKS, HOST_BLOCKS)
+    finished = {finished.request_id: finished for finished in engine.finished}
+    rows = {row.request_id: row for row in g.ledger.rows}
+    assert len(finished) == len(engine.finished) == len(rows) == len(g.ledger.rows) == len(engine.submitted)
+    for request_id, row in rows.items():
+        told = finished[request_id]
+        assert (row.output_tokens, row.device_us, row.num_swaps) == (told.output_tokens, told.device_us, told.num_swaps)
+    for cut in engine.cuts:
+        assert rows[cut.request_id].outcome == "client_closed"
+        if cut.moment in ("swapped", "swapping_in", "swapping_out"):
+            assert rows[cut.request_id].num_swaps > 0
+    counts = Counter(cut.moment for cut in engine.cuts)
+    assert min(counts[moment] for moment in ALL_MOMENTS) >= 4, counts
+    for team_id in (1, 2, 3):
+        totals = g.state.leases.totals(team_id)
+        assert totals.is_balanced and totals.outstanding_requests == 0
+        started = [row for row in rows.values() if row.team_id == team_id and row.started_at_us is not None]
+        assert totals.settled_tokens == sum(row.prompt_tokens + row.output_tokens for row in started)

@@ -19,7 +19,7 @@ from gateway.replay import Outcome
 
 POLICIES = ("fcfs", "eg-mlfq")
 # Less than the bundled trace's requests would fill, so that the demo shows swapping.
-KV_MEMORY = "128MiB"
+KV_MEMORY = "160MiB"
 QUESTION = "What is the capital of France? Answer in one sentence."
 BUNDLED = "the bundled trace, sampled from the Azure LLM inference trace 2023 (CC-BY-4.0)"
 

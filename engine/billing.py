@@ -106,7 +106,7 @@ class Bills:
         return overheads, charged
 
     def note_preemptions(self, lost: Iterable[BatchSequence], gained: Sequence[BatchSequence]) -> None:
-        """These lost their slots in a step in which those gained one: each loss is put on one gain, in their order. Where
+        """These lost their slots in a step in which those gained one: each loss is put on one gain, in order. Where
         nobody gained one (a large prompt took the tokens, say) a team is its own cause.
         """
         for index, sequence in enumerate(lost):

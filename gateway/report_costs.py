@@ -1,9 +1,9 @@
 """The fairness report's sections on requests: waits and slowdowns, promotions, interference, totals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gateway import svg
-from gateway.report_format import Report, Rows, alt, count, mark, number, size, sum_of, tone
+from gateway.report_format import Report, Rows, alt, count, mark, number, seconds, size, sum_of, tier_order, tone
 from gateway.report_html import Cell, Figure, Section, Table, csv_href
 from gateway.report_series import OTHERS
 
@@ -16,9 +16,13 @@ PROMOTION_NAMES = ["team", "promotions", "promotions_exhausted", "promoted_secon
 
 def waits(report: Report) -> Section:
     """Wait and slowdown by size class per tier."""
-    rows: Rows = report["size_classes"]
+    order = tier_order(report)
+    rows: Rows = sorted(report["size_classes"], key=lambda row: order.index(row["tier"]))  # sizes stay in order
+    tiers: Rows = sorted(report["tiers"], key=lambda row: order.index(row["tier"]))
 
-    def drawn(name: str, title: str, unit: str, caption: str, keys: Sequence[str]) -> Figure:
+    def drawn(
+        name: str, title: str, unit: str, least: float, shown: Callable[[float], str], caption: str, keys: Sequence[str]
+    ) -> Figure:
         ranges = []
         previous = ""
         for row in rows:
@@ -31,7 +35,7 @@ def waits(report: Report) -> Section:
                     p50,
                     p95,
                     most,
-                    f"{number(p50, 2)} … {number(p95, 2)}",
+                    f"{shown(p50)} … {shown(p95)}",
                     is_first=previous not in ("", row["tier"]),
                 )
             )
@@ -39,7 +43,7 @@ def waits(report: Report) -> Section:
         alt = f"{title}, median to 95th percentile. " + "; ".join(f"{one.label}: {one.text}" for one in ranges)
         return Figure(
             title,
-            svg.ranges(alt, ranges, unit),
+            svg.ranges(alt, ranges, unit, least),
             caption if ranges else "No request of this period got that far.",
             csv_name=f"{name}.csv",
             csv_href=csv_href(["tier", "size", *keys], [[row[key] for key in ("tier", "size", *keys)] for row in rows]),
@@ -50,6 +54,8 @@ def waits(report: Report) -> Section:
             "wait",
             "Wait for the first step",
             "s, log scale",
+            0.001,
+            seconds,
             "Tick: median. Thick: to the 95th percentile. Thin: to the longest. Short requests should stand left of "
             "long ones.",
             ["wait_p50_seconds", "wait_p95_seconds", "wait_max_seconds"],
@@ -58,6 +64,8 @@ def waits(report: Report) -> Section:
             "slowdown",
             "Slowdown",
             "times, log scale",
+            1.0,
+            lambda value: number(value, 1),
             "Time to the whole answer over the time it takes alone on the device; 1 is no slowdown. Alike for all "
             "sizes is proportional service.",
             ["slowdown_p50", "slowdown_p95", "slowdown_max"],
@@ -107,7 +115,7 @@ def waits(report: Report) -> Section:
                 count(row["requests"]),
                 *(number(row[f"{name}_seconds"], 3) for name in TIER_TIMES),
             ]
-            for row in report["tiers"]
+            for row in tiers
         ],
     )
     lead = f"Sizes are {SIZES}. Wait is from admission to the first step; slowdown is of requests that ended well."
@@ -251,7 +259,7 @@ def _matrix(title: str, rows: Rows, ends: Sequence[str], kept: Sequence[str], na
         body.append([causer, *cells, Cell(count(sum(values)))])
     whole = [sum(sums.get((causer, victim), 0) for causer in ends) for victim in ends]
     body.append(["suffered", *(Cell(count(v)) for v in whole), Cell(count(sum(whole)))])
-    return Table(title, ["caused by ↓ · borne by →", *ends, "caused"], body, is_matrix=True)
+    return Table(title, ["causer ↓, victim →", *ends, "caused"], body, is_matrix=True)
 
 
 def totals(report: Report) -> Section:

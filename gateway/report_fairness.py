@@ -28,6 +28,7 @@ from gateway.report_format import (
     size,
     span,
     sum_of,
+    tier_order,
     tone,
 )
 from gateway.report_html import Cell, Figure, Page, Section, Table, Tile, csv_href, render_page
@@ -89,7 +90,7 @@ def tiles(report: Report) -> list[Tile]:
     worst = worst_pause(report)
     exhausted = count(sum_of(rows, "promotions_exhausted"))
     return [
-        Tile("Weighted Jain index", number(report["jain_weighted"], 3), "1 is perfectly fair"),
+        Tile("Weighted Jain index", number(report["jain_weighted"], 4), "1 is perfectly fair"),
         Tile(
             "Least satisfied team",
             percent(least["satisfaction"]) if least else "–",
@@ -135,7 +136,8 @@ def promises(report: Report) -> Section:
     """Longest pause against the printed bound per tier, and lag against its bound."""
     bars: list[svg.Bar] = []
     rows: list[list[Cell | str]] = []
-    tiers: Rows = report["tiers"]
+    order = tier_order(report)
+    tiers: Rows = sorted(report["tiers"], key=lambda row: order.index(row["tier"]))
     for tier in tiers:
         longest, bound = tier["longest_pause_seconds"], tier["pause_bound_seconds"]
         rows.append(
@@ -203,12 +205,15 @@ def shares(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Tick
         if row["team"] in teams
     ]
     least = min(judged, key=lambda row: row["satisfaction"] or 0.0, default=None)
-    said = (
-        f"The bar is what the team got, the tick what it was entitled to. Furthest below its entitlement: "
-        f"{least['team']}, with {percent(least['satisfaction'])} of it."
-        if least
-        else "No team was backlogged in this period, so nobody was owed anything."
-    )
+    if least is None:
+        said = "No team was backlogged in this period, so nobody was owed anything."
+    elif (least["satisfaction"] or 0.0) < 1:
+        said = (
+            "The bar is what the team got, the tick what it was entitled to. Furthest below its entitlement: "
+            f"{least['team']}, with {percent(least['satisfaction'])} of it."
+        )
+    else:
+        said = "The bar is what the team got, the tick what it was entitled to. Nobody got less than that."
     names = ["team", "share", "entitled", "satisfaction", "backlogged_seconds"]
     figures = [
         Figure(

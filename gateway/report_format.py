@@ -85,6 +85,13 @@ def mark(measured: float | None, bound: float | None) -> Cell:
     return Cell("✗ violated", "bad", is_text=True) if measured > bound else Cell("✓ ok", "good", is_text=True)
 
 
+def tier_order(report: Report) -> list[str]:
+    """The tiers of a report, the weightiest first."""
+    weights = {row["tier"]: row["weight"] for row in report["data"]}
+    names = {row["tier"] for part in ("tiers", "size_classes") for row in report[part]}
+    return sorted(names, key=lambda name: (-weights.get(name, 0), name))
+
+
 def shown_teams(report: Report) -> list[str]:
     """The teams with a colour of their own: those with the most device seconds, in the report's order."""
     if len(report["data"]) <= svg.NUM_COLOURS:

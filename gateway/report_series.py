@@ -14,7 +14,7 @@ from tenants.reports import min_to_max, weighted_jain
 
 BINS_MAX = 96
 OTHERS = "others"
-_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400]
+_STEPS = [1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400]
 Values = list[float | None]
 
 

@@ -104,9 +104,13 @@ def bars(name: str, rows: Sequence[Bar], top: float) -> str:
     return f'<div class="bars" role="img" aria-label="{escape(name, quote=True)}">{"".join(lines)}</div>'
 
 
-def ranges(name: str, rows: Sequence[Range], unit: str) -> str:
-    """Horizontal ranges on one logarithmic scale: a thick line from p50 to p95, a thin one to the maximum."""
+def ranges(name: str, rows: Sequence[Range], unit: str, least: float) -> str:
+    """Horizontal ranges on one logarithmic scale: a thick line from p50 to p95, a thin one to the maximum.
+
+    What is below `least`, a power of ten, is drawn there.
+    """
     values = [value for row in rows for value in (row.p50, row.p95, row.most) if value > 0]
+    values = [max(value, least) for value in values]
     low = math.floor(math.log10(min(values))) if values else 0
     high = max(low + 1, math.ceil(math.log10(max(values)))) if values else 1
 
@@ -141,11 +145,11 @@ def power_of_ten(exponent: int) -> str:
 
 
 def nice(value: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 times a power of ten; 1 for what is not positive."""
+    """The next of 1, 2, 2.5, 3, 4, 5, 6, 8, 10 times a power of ten; 1 for what is not positive."""
     if value <= 0 or not math.isfinite(value):
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(power * step for step in (1, 2, 2.5, 5, 10) if power * step >= value * (1 - 1e-12))
+    return next(power * step for step in (1, 2, 2.5, 3, 4, 5, 6, 8, 10) if power * step >= value * (1 - 1e-12))
 
 
 def value_ticks(top: float, count: int = 4) -> list[tuple[float, str]]:

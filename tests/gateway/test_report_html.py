@@ -169,7 +169,7 @@ def test_the_matrix_adds_up() -> None:
     table = page[page.index("<caption>Preemptions") :]
     body = re.findall(r"<tr><th[^>]*>([^<]+)</th>(.*?)</tr>", table[: table.index("</table>")])
     numbers = {name: [int(n.replace(",", "").replace("·", "0")) for n in re.findall(r">([\d,·]+)</td>", cells)]
-               for name, cells in body if name != "caused by ↓ · borne by →"}  # fmt: skip
+               for name, cells in body if name != "causer ↓, victim →"}  # fmt: skip
     total = sum(row["preemptions"] for row in make_report(TEAMS)["interference"])
     suffered = numbers.pop("suffered")
     assert suffered == [sum(column) for column in zip(*numbers.values(), strict=True)]
@@ -203,8 +203,8 @@ def test_a_failed_request_is_said_on_the_page() -> None:
         svg.bars("empty", [], 0.0),
         svg.chart("c", [svg.Curve("a", "c0", [(0.0, None), (0.5, 1.0), (1.0, None)])], [(0.0, "<")], [(1.0, ">")]),
         svg.chart("empty", [], [], []),
-        svg.ranges("r", [svg.Range("a", 0.0, 0.1, 30.0, "&")], "s"),
-        svg.ranges("empty", [], "s"),
+        svg.ranges("r", [svg.Range("a", 0.0, 0.1, 30.0, "&")], "s", 0.001),
+        svg.ranges("empty", [], "s", 1.0),
         str(svg.Legend([(EVIL, "c0", "dashed")])),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_step_line_is_broken_where_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "top"), [(0, 1), (0.3, 0.5), (1.31, 2), (2.2, 2.5), (38, 50), (7e6, 1e7), (0.00012, 0.0002)]
+    ("value", "top"), [(0, 1), (0.3, 0.5), (1.31, 2), (2.2, 2.5), (38, 40), (5.99, 6), (7e6, 1e7), (0.00012, 0.0002)]
 )
 def test_scales_end_at_round_numbers(value: float, top: float) -> None:
     assert svg.nice(value) == pytest.approx(top)

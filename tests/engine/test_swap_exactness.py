@@ -287,11 +287,11 @@ def change_one_byte(
 
 @pytest.mark.real_model
 @pytest.mark.case("I12")
-def test_the_real_model_keeps_its_tokens_and_logits_under_random_swapping(native: bool) -> None:
+def test_the_real_model_keeps_its_tokens_and_logits_under_random_swapping() -> None:
     """bfloat16, greedy and seeded, copies late."""
     stored = prepare(SMOLLM2)
     runner = make_runner(
-        stored.path, torch.bfloat16, max_batch_tokens=256, native=native, num_blocks=NUM_BLOCKS, num_host_blocks=64
+        stored.path, torch.bfloat16, max_batch_tokens=256, num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS
     )
     jobs = random_jobs(random.Random(7), 6, vocab=stored.config.vocab_size, max_prompt=80, max_output=8)
     assert {job.sampling.temperature for job in jobs} >= {0.0, 1.0}
@@ -304,3 +304,18 @@ def test_the_real_model_keeps_its_tokens_and_logits_under_random_swapping(native
         assert differing(alone, swapped) == 0, f"schedule {number}"
         num_swaps += sum(one.num_swaps for one in swapped)
     assert num_swaps >= 40
+
+
+@pytest.mark.real_model
+@pytest.mark.case("I12", "K04")
+def test_the_scheduler_swaps_the_real_model_and_no_token_changes() -> None:
+    """bfloat16, greedy and seeded, in a pool a third of what the work would like."""
+    stored = prepare(SMOLLM2)
+    runner = make_runner(stored.path, torch.bfloat16, max_batch_tokens=256, num_blocks=8, num_host_blocks=60)
+    jobs = random_jobs(random.Random(61), 10, vocab=stored.config.vocab_size, max_prompt=60, max_output=30)
+    assert {job.sampling.temperature for job in jobs} >= {0.0, 1.0}
+    alone = [run_alone(runner, job).output for job in jobs]
+    engine = make_engine(runner, "random-order")
+    assert engine.run(jobs) == alone
+    assert sum(f.num_swaps for f in engine.finished.values()) >= 8
+    assert not any(f.num_recomputes for f in engine.finished.values())

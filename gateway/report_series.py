@@ -61,7 +61,7 @@ def step_of(seconds: float) -> float:
     return next((step for step in _STEPS if step >= seconds), math.ceil(seconds / 86400) * 86400)
 
 
-def time_ticks(binned: Binned, zone: tzinfo = UTC, *, elapsed: bool = False, most: int = 5) -> list[tuple[float, str]]:
+def time_ticks(binned: Binned, zone: tzinfo = UTC, *, elapsed: bool = False, most: int = 4) -> list[tuple[float, str]]:
     """(0..1, label) at round moments: clock time in `zone`, or seconds since the start."""
     span = binned.width * binned.count
     if not span:

@@ -224,7 +224,8 @@ def test_a_step_line_is_broken_where_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "top"), [(0, 1), (0.3, 0.5), (1.31, 2), (2.2, 2.5), (38, 40), (5.99, 6), (7e6, 1e7), (0.00012, 0.0002)]
+    ("value", "top"),
+    [(0, 1), (0.3, 0.3), (0.27, 0.3), (1.31, 2), (2.2, 2.5), (38, 40), (5.99, 6), (7e6, 8e6), (0.00012, 0.0002)],
 )
 def test_scales_end_at_round_numbers(value: float, top: float) -> None:
     assert svg.nice(value) == pytest.approx(top)

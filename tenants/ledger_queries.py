@@ -100,15 +100,21 @@ async def spreads(
     columns: Mapping[str, ColumnElement[Any]],
 ) -> dict[Key, tuple[int, dict[str, Spread]]]:
     """Of each group: its rows, and the spread of each column over the rows that have it. One statement, exact."""
-    partition = list(groups.values())
-    ranked_columns: list[ColumnElement[Any]] = [column.label(f"by_{name}") for name, column in groups.items()]
-    for name, column in columns.items():
+    base = select(
+        *(column.label(f"by_{name}") for name, column in groups.items()),
+        *(column.label(name) for name, column in columns.items()),
+    )
+    rows = base.where(where).subquery()
+    by = [rows.c[f"by_{name}"] for name in groups]
+    ranked_columns: list[ColumnElement[Any]] = [*by]
+    for name in columns:
+        value = rows.c[name]
         ranked_columns += [
-            column.label(name),
-            func.row_number().over(partition_by=partition, order_by=column.asc().nulls_last()).label(f"rank_{name}"),
-            func.count(column).over(partition_by=partition).label(f"size_{name}"),
+            value,
+            func.row_number().over(partition_by=by, order_by=value.asc().nulls_last()).label(f"rank_{name}"),
+            func.count(value).over(partition_by=by).label(f"size_{name}"),
         ]
-    ranked = select(*ranked_columns).where(where).subquery()
+    ranked = select(*ranked_columns).subquery()
     keys = [ranked.c[f"by_{name}"] for name in groups]
     found: list[ColumnElement[Any]] = [func.count()]
     for name in columns:

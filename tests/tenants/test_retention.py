@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import Table, event, func, select
+from sqlalchemy import Table, event, func, select, text
 
 from tenants import reports, retention, tables
 from tenants.ledger import Ledger, LedgerSettings
@@ -174,6 +174,25 @@ async def test_keeping_nothing_or_hours_shorter_than_seconds_is_refused(store: S
     with pytest.raises(ValueError, match="kept"):
         keeping(store, hours, days)
     keeping(store, 24, 1)
+
+
+@pytest.mark.case("D02")
+async def test_under_steady_writes_the_file_stops_growing(store: Store) -> None:
+    """Deleted rows leave pages that the next ones take: nothing has to be vacuumed."""
+    ids = [await store.team(team, tier) for team, tier in TEAMS.items()]
+    kept = keeping(store, hours=2, days=1)
+    pages = []
+    for hour in range(40):
+        start_us = START_US + hour * HOUR_US
+        rows = histories.samples(hour, team_ids=ids, start_us=start_us, seconds=120, every=30)
+        await histories.book_samples(store, rows)
+        await settle_retention(kept, start_us + HOUR_US)
+        async with store.database.session() as connection:
+            pages.append(await connection.scalar(text("PRAGMA page_count")))
+    per_hour = pages[1] - pages[0]
+    assert per_hour > 10
+    assert max(pages[24:]) - max(pages[:24]) < per_hour  # in sixteen hours
+    assert len(await moments(store, tables.service_hours)) == 24
 
 
 async def test_each_piece_of_work_is_small_and_the_hour_it_is_in_is_left_alone(

@@ -206,6 +206,8 @@ def simulate(
     ] = None,
     max_batch_size: BatchSize = None,
     max_batch_tokens: BatchTokens = None,
+    kv_memory: KvMemory = None,
+    host_kv_memory: HostKvMemory = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +215,13 @@ def simulate(
     with reporting(as_json):
         del data_dir  # every command takes it; this one touches no store
         policies = policy or ["eg-mlfq", "fcfs"]
-        cli_reports.simulate(trace, policies, tier or [], max_batch_size, max_batch_tokens, as_json)
+        limits = {
+            "max_batch_size": max_batch_size,
+            "max_batch_tokens": max_batch_tokens,
+            "kv_memory": kv_memory,
+            "host_kv_memory": host_kv_memory,
+        }
+        cli_reports.simulate(trace, policies, tier or [], limits, as_json)
 
 
 @config_app.command("show")

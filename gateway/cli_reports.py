@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,11 +140,13 @@ def simulate(
     trace: Path,
     policies: list[str],
     team_tiers: list[str],
-    max_batch_size: str | None,
-    max_batch_tokens: str | None,
+    limits: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
-    """Body of `terazi simulate`. Raises CommandError or SettingsError."""
+    """Body of `terazi simulate`; `limits` are settings as text, None for the default.
+
+    Raises CommandError or SettingsError.
+    """
     from engine.config import EngineConfig
     from engine.sim.service import fixed_profile
     from engine.sim.simulate import simulate as run
@@ -157,11 +159,19 @@ def simulate(
         if not separator or not team or not tier:
             raise CommandError(f"--tier {pair!r} is not TEAM=TIER", EXIT_USAGE, "usage")
         tiers[team] = tier
-    slots = parse_text(setting("max_batch_size"), max_batch_size or "64", "--max-batch-size")
-    tokens = parse_text(setting("max_batch_tokens"), max_batch_tokens or "2048", "--max-batch-tokens")
+    sizes = {
+        name: setting(name).default if text is None else parse_text(setting(name), text, setting(name).flag)
+        for name, text in limits.items()
+    }
     for name in policies:
         parse_text(setting("policy"), name, "--policy")
-    config = EngineConfig(kind="sim", max_batch_size=slots, max_batch_tokens=tokens)
+    config = EngineConfig(
+        kind="sim",
+        max_batch_size=sizes["max_batch_size"],
+        max_batch_tokens=sizes["max_batch_tokens"],
+        kv_memory_bytes=sizes["kv_memory"],
+        host_kv_memory_bytes=sizes["host_kv_memory"],
+    )
     try:
         report = run(read_trace(trace), policies, profile=fixed_profile(), config=config, team_tiers=tiers)
     except (TraceError, ValueError) as error:
@@ -190,6 +200,8 @@ def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
             "share": figures.get("share"),
             "entitled": figures.get("entitled_share"),
             "preemptions": figures["num_preemptions"],
+            "swaps": figures["num_swaps"],
+            "recomputes": figures["num_recomputes"],
         }
 
     return [*(row(team["team"], team) for team in policy["teams"]), row("all", policy["total"])]

@@ -3,10 +3,13 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engine.sim.workload import TraceRequest
+from gateway.policy_run import RunOptions, serve_options
 from gateway.replay import Outcome, Target, describe, quantile, replay, summarise
 
 Handler = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
@@ -140,6 +143,18 @@ def test_summary_by_hand() -> None:
     assert report["teams"]["a"]["jct_seconds"]["mean"] == 3.0
     assert (report["teams"]["b"]["failed"], report["teams"]["b"]["jct_seconds"]) == (1, None)
     assert report["errors"] == ["HTTP 503"]
+
+
+def test_a_run_is_served_with_the_flags_it_names_and_no_others() -> None:
+    plain = RunOptions(Path("d"), "sim", "tiny", "16", 512)
+    assert serve_options("fcfs", plain) == [
+        *("--policy", "fcfs", "--engine", "sim", "--model", "tiny", "--max-batch-size", "16")
+    ]
+    tight = replace(plain, kv_memory="64MiB", host_kv_memory="1GiB", max_batch_tokens="256")
+    flags = serve_options("eg-mlfq", tight)[8:]
+    assert flags == ["--max-batch-tokens", "256", "--kv-memory", "64MiB", "--host-kv-memory", "1GiB"]
+    assert (plain.tier_of("support"), plain.tier_of("someone")) == ("gold", "silver")
+    assert replace(plain, team_tiers={"someone": "bronze"}).tier_of("someone") == "bronze"
 
 
 def test_quantiles_are_nearest_rank() -> None:

@@ -15,7 +15,9 @@ from sqlalchemy import select
 from engine.messages import PolicyInfo
 from gateway import pauses
 from gateway.admin import AdminState
+from policies.config import PolicyConfig
 from policies.promotion import pause_bound_us
+from policies.sequences import TeamTerms
 from tenants import tables
 from tenants.errors import InvalidKey, KeyRevoked
 from tenants.ledger import Ledger
@@ -183,6 +185,21 @@ def pause_of(record: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(record[f"max_pause_{name}"] for name in ("seconds", "empty_queue_seconds", "queue", "unknown"))
 
 
+def bound(team_id: int, num_ahead: int) -> float:
+    """What the policy says (its own tests say that it holds), of one gold and one bronze team, in seconds."""
+    config = PolicyConfig(
+        levels=8,
+        base_quantum_us=50_000,
+        fairness_window_us=1_000_000,
+        step_cost_max_us=250_000,
+        promotion_percent=20,
+        grant_us=200_000,
+    )
+    gold = TeamTerms(1, weight=4, start_level=0, starving_after_us=300_000, promotion_burst_grants=4)
+    bronze = TeamTerms(2, weight=1, start_level=2, starving_after_us=3_000_000, promotion_burst_grants=2)
+    return pause_bound_us(config, [gold, bronze], team_id, num_ahead, 30_000) / 1e6
+
+
 async def test_the_maximum_pause_is_shown_for_teams_and_tiers(state: AdminState, store: Store) -> None:
     await store.team("search", "gold", concurrent=3)
     await store.team("batch", "bronze")
@@ -190,15 +207,10 @@ async def test_the_maximum_pause_is_shown_for_teams_and_tiers(state: AdminState,
     greeting = fake_engine.hello(constants=CONSTANTS, max_queued_requests=11)
     async with client_of(replace(state, hello=lambda: greeting)) as client:
         search = (await client.get(f"{V1}/teams/search")).json()
-        # Weights 4 and 1: Theta is 1 s / 5 (more than q_0 / 1), u 0.25 s / 1, rho 0.2 * 4 / 5, sigma 0.8 and 0.4 s.
-        # starving after + gate + (N + 1) grants + others' grants + upload
-        full = 0.3 + (0.2 + 2 * 0.25) * 1 + 3 * 0.25 / 0.16 + (1.2 + 0.25) / 0.8 + 0.03
-        empty = full - 2 * 0.25 / 0.16
-        assert pause_of(search) == (pytest.approx(full), pytest.approx(empty), 3, None)
-        batch = 3 + (0.2 + 2 * 0.25) * 4 + 11 * 0.25 / 0.04 + (1.2 + 0.25) / 0.8 + 0.03
+        assert pause_of(search) == (bound(1, 2), bound(1, 0), 3, None)
         tiers = {tier["name"]: pause_of(tier) for tier in (await client.get(f"{V1}/tiers")).json()["data"]}
         assert tiers["gold"] == pause_of(search)
-        assert tiers["bronze"] == (pytest.approx(batch), pytest.approx(batch - 10 * 0.25 / 0.04), 11, None)
+        assert tiers["bronze"] == (bound(2, 10), bound(2, 0), 11, None)
         assert tiers["silver"] == (None, None, None, "no team has this tier")
         assert pause_of((await client.get(f"{V1}/tiers/gold")).json()) == tiers["gold"]
         # the longest of a tier's teams, and by the table of teams as it is after the change

@@ -229,21 +229,30 @@ class Levels:
             sequence.last_service = now_us
             if sequence.is_starving:
                 promotions.end_starving(sequence)
-            is_paid = sequence.is_apart and self._step_apart(sequence, work, promotions)
-            if not is_paid:
-                sequence.used += work
-            if row.has_generated:
-                if sequence.has_generated:
-                    sequence.next_work = work or sequence.next_work  # replayed tokens are no work
-                else:  # the step that ends the prefill says nothing about a decode step
-                    sequence.next_work = self._decode_work
-                    sequence.has_generated = True
-                if sequence.used >= quanta[sequence.level] and not is_paid:
-                    sequence.team.levels.demote(sequence, self._draw_place())
+            if sequence.is_apart and self._step_apart(sequence, work, promotions):
+                self._foresee(sequence, work, row.has_generated)
+                continue
+            sequence.used += work
+            if row.has_generated and sequence.has_generated:
+                if work:  # replayed tokens are no work
+                    sequence.next_work = work
             else:
-                left = sequence.prefill_work - sequence.attained
-                # A chunk may have been cut short by the step's token budget; the next one is a whole one again.
-                sequence.next_work = min(max(work, self._chunk_work), left) if left > 0 else work
+                self._foresee(sequence, work, row.has_generated)
+            if sequence.used >= quanta[sequence.level] and row.has_generated:
+                sequence.team.levels.demote(sequence, self._draw_place())
+
+    def _foresee(self, sequence: RankedSequence, work: int, has_generated: bool) -> None:
+        """After a step of this work: what will the next one take?"""
+        if has_generated and not sequence.has_generated:
+            # The step that ends the prefill says nothing about a decode step.
+            sequence.next_work = self._decode_work
+            sequence.has_generated = True
+        elif has_generated:
+            sequence.next_work = work or sequence.next_work
+        else:
+            left = sequence.prefill_work - sequence.attained
+            # A chunk may have been cut short by the step's token budget; the next one is a whole one again.
+            sequence.next_work = min(max(work, self._chunk_work), left) if left > 0 else work
 
     def _step_apart(self, sequence: RankedSequence, work: int, promotions: "Promotions") -> bool:
         """A step of a sequence in lane P or in a minimum run. Returns whether the promotion budget has paid for it."""

@@ -261,11 +261,12 @@ def pause_bound_us(
 ) -> int:
     """The longest pause before a step of a sequence of `team_id`, in microseconds, rounded up:
 
-        alpha + (Theta + 2u) (Phi - phi) + (N + 1) max(G, w) / rho + (sum of sigma + w) / (1 - eta) + T_in
+        alpha + (Theta + 2u) (Phi - phi) + (N + 1) (G + w) / rho + (sum of sigma + w) / (1 - eta) + T_in
 
     alpha, phi, rho and sigma are the team's and Phi the sum of weights in `table`; Theta + 2u is the width of the gate,
-    w the longest step of one sequence, N = `num_ahead` those of the team that starved before it, T_in = `upload_us` the
-    time its blocks need to come back. It bounds the pause, not the progress, and holds at one microsecond of work for a
+    w the longest step of one sequence, N = `num_ahead` those of the team that starved before it and have not run since,
+    T_in = `upload_us` the time its blocks need to come back. A grant may cost the budget G + w, for its last step may
+    begin with the least part of it left. It bounds the pause, not the progress, and holds at one microsecond of work for a
     microsecond of the device. 0: there is no bound, for promotion is off or the team may not keep one grant.
     Raises KeyError for a team that is not in the table.
     """
@@ -280,6 +281,6 @@ def pause_bound_us(
     lockout = gap * (total - team.weight)
     sigmas = sum(terms.promotion_burst_grants for terms in by_id.values()) * grant
     # In hundredths of a microsecond over `percent` and the like, each term rounded up by itself.
-    funding = -(-(num_ahead + 1) * max(grant, step) * _WHOLE * total // (percent * team.weight))
+    funding = -(-(num_ahead + 1) * (grant + step) * _WHOLE * total // (percent * team.weight))
     crowd = -(-(sigmas + step) * _WHOLE // (_WHOLE - percent))
     return team.starving_after_us + -(-lockout.numerator // lockout.denominator) + funding + crowd + upload_us

@@ -267,7 +267,7 @@ class LagMeter:
             self._entitle(planned, weight, step, cost_us, largest_us)
         self._band = None
         if self._satisfied:
-            self._cut_the_satisfied()
+            self._cut_the_satisfied(planned)
         if self.num_refused:
             self._lift_the_unable()
 
@@ -313,20 +313,24 @@ class LagMeter:
             team.entitled_us += part
             team.lag += (team.step_cost - part) * team.unit
 
-    def _cut_the_satisfied(self) -> None:
+    def _cut_the_satisfied(self, planned: list[TeamShare]) -> None:
         """No satisfied team stays above the band.
 
         With many slots a team that asks for little is satisfied by less than what the others are entitled to. Then D of
         the others may fall, when one of them runs ahead of another and leaves, while that of the satisfied one stays;
         and it would be locked out for what a third team got.
         """
-        if self.theta is not None:
-            most = self.band()[0] + self.theta + 2 * self.step_max
-            for team in self._satisfied:
-                if team.lag > most:
-                    team.lag = most
-                    self._band = None
-        self._satisfied.clear()
+        satisfied, self._satisfied = self._satisfied, []
+        if self.theta is None:
+            return
+        width = self.theta + 2 * self.step_max
+        greatest = max([team.lag for team in satisfied])
+        if greatest <= min([team.lag for team in planned]) + width or greatest <= self.band()[0] + width:
+            return
+        most = self.band()[0] + width
+        for team in satisfied:
+            team.lag = min(team.lag, most)
+        self._band = None
 
     def _lift_the_unable(self) -> None:
         """A team that cannot run falls behind without end, and would open the gate for everybody else."""

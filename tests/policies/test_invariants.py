@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from policies.service import make_policy
 from tests.policies.driver import UNIT, Driver, Job, config
-from tests.policies.scenarios import JobPlan, Scenario, scenarios
+from tests.policies.scenarios import PROMOTIONS, JobPlan, Promotion, Scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 STEPS = 80
@@ -27,7 +27,7 @@ STEPS = 80
 
 @pytest.mark.case("I3", "I4")
 @settings(EXACT, max_examples=100)
-@given(scenarios(refusals=True, infinite=True))
+@given(scenarios(refusals=True, infinite=True, promotion=True))
 def test_levels_only_grow_and_quanta_hold(scenario: Scenario) -> None:
     driver = scenario.driver()
     last: dict[int, int] = {}
@@ -68,7 +68,7 @@ def test_no_demotion_before_the_first_token() -> None:
 
 @pytest.mark.case("I5")
 @settings(EXACT, max_examples=300)
-@given(scenarios())
+@given(scenarios(promotion=True))
 def test_the_gap_stays_within_theta_and_two_steps(scenario: Scenario) -> None:
     driver = scenario.driver()
     for _ in range(STEPS):
@@ -111,7 +111,7 @@ def test_fcfs_is_the_control_that_breaks_the_bound() -> None:
 
 @pytest.mark.case("I6")
 @settings(EXACT, max_examples=100)
-@given(scenarios(refusals=True, infinite=True), st.sampled_from(["eg-mlfq", "fcfs"]))
+@given(scenarios(refusals=True, infinite=True, promotion=True), st.sampled_from(["eg-mlfq", "fcfs"]))
 def test_no_slot_stays_empty_while_a_candidate_is_untried(scenario: Scenario, policy: str) -> None:
     driver = scenario.driver(policy=policy)
     for _ in range(STEPS):
@@ -196,7 +196,7 @@ def schedule_hash(scenario: Scenario) -> str:
 
 @pytest.mark.case("I11")
 @settings(EXACT, max_examples=50)
-@given(scenarios(refusals=True, skew=True, infinite=True))
+@given(scenarios(refusals=True, skew=True, infinite=True, promotion=True))
 def test_same_log_same_schedule(scenario: Scenario) -> None:
     assert schedule_hash(scenario) == schedule_hash(scenario)
 
@@ -225,25 +225,52 @@ def test_same_schedule_in_another_process() -> None:
     assert len(hashes) == 1
 
 
-def skip_join_mlfq(quanta: list[int], jobs: list[tuple[int, int]], slots: int, steps: int) -> list[list[str]]:
-    """MLFQ for one team, by sorting: a job joins by its prefill, runs by (level, place), and falls at its quantum."""
-    place = 0
+def skip_join_mlfq(
+    quanta: list[int], jobs: list[tuple[int, int]], slots: int, steps: int, promotion: Promotion | None = None
+) -> list[list[str]]:
+    """MLFQ for one team, by sorting: a job joins by its prefill, runs by (level, place), and falls at its quantum. With
+    a budget, the one that has starved longest runs first for the length of a grant.
+    """
+    place = now = 0
+    fifo: list[dict] = []
+    held = Fraction(promotion.burst * promotion.grant) if promotion else Fraction(0)
     queue = []
     for i, (prefill, decodes) in enumerate(jobs):
         level = next((k for k, q in enumerate(quanta[:-1]) if q >= prefill), len(quanta) - 1)
         queue.append({"level": level, "place": (place := place + 1), "used": 0, "p": prefill, "n": decodes, "id": i})
+    for job in queue:
+        job.update(last=0, grant=0)
     batches = []
     for _ in range(steps):
-        batch = sorted(queue, key=lambda job: (job["level"], job["place"]))[:slots]
+        if promotion:
+            due = [
+                job for job in queue if now - job["last"] >= promotion.alpha and job not in fifo and job["grant"] <= 0
+            ]
+            fifo += sorted(due, key=lambda job: (job["last"], job["place"]))
+            if fifo and held >= promotion.grant and all(job["grant"] <= 0 for job in queue):
+                fifo.pop(0)["grant"] = promotion.grant
+        batch = sorted(queue, key=lambda job: (job["grant"] <= 0, job["level"], job["place"]))[:slots]
         if batch:
             batches.append([f"j{job['id']}" for job in batch])
+        length = max([job["p"] or 1 for job in batch], default=1)
+        now += length
         for job in batch:
-            job["used"] += job["p"] or 1
+            work = job["p"] or 1
             job["n"] -= 0 if job["p"] else 1
             job["p"] = 0
+            job["last"] = now
+            if job in fifo:
+                fifo.remove(job)
+            if job["grant"] > 0:
+                job["grant"] -= work
+                held -= work
+                continue
+            job["used"] += work
             if job["level"] < len(quanta) - 1 and job["used"] >= quanta[job["level"]]:
                 job.update(level=job["level"] + 1, used=0, place=(place := place + 1))
         queue = [job for job in queue if job["n"] > 0]
+        if promotion:
+            held = min(Fraction(promotion.burst * promotion.grant), held + Fraction(promotion.percent * length, 100))
     return batches
 
 
@@ -252,17 +279,28 @@ some_jobs = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=
 
 @pytest.mark.case("I14")
 @settings(EXACT, max_examples=100)
-@given(some_jobs, st.integers(1, 4), st.sampled_from([0, 3, None]), st.integers(1, 4), st.integers(1, 5))
+@given(
+    some_jobs,
+    st.integers(1, 4),
+    st.sampled_from([0, 3, None]),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([None, *PROMOTIONS]),
+)
 def test_one_team_is_skip_join_mlfq_for_every_theta(
-    jobs: list[tuple[int, int]], levels: int, theta: int | None, slots: int, weight: int
+    jobs: list[tuple[int, int]], levels: int, theta: int | None, slots: int, weight: int, promotion: Promotion | None
 ) -> None:
     quanta = [2**k for k in range(levels)]
-    driver = Driver(config(quanta, theta=theta, u=9), {0: weight}, slots=slots)
+    settings = config(quanta, theta=theta, u=9)
+    if promotion is not None:
+        settings = replace(settings, promotion_percent=promotion.percent, grant_us=promotion.grant * UNIT)
+    alpha, burst = (promotion.alpha, promotion.burst) if promotion else (None, 1)
+    driver = Driver(settings, {0: weight}, slots=slots, alpha=alpha, burst=burst)
     for i, (prefill, decodes) in enumerate(jobs):
         driver.add(0, prefill, decodes, label=f"j{i}")
     for _ in range(60):
         driver.step()
-    assert [labels for _, labels in driver.trace] == skip_join_mlfq(quanta, jobs, slots, 60)
+    assert [labels for _, labels in driver.trace] == skip_join_mlfq(quanta, jobs, slots, 60, promotion)
 
 
 @pytest.mark.case("I14")
@@ -283,7 +321,7 @@ def test_one_level_and_one_team_is_fcfs(jobs: list[tuple[int, int]], theta: int 
 
 @pytest.mark.case("I16")
 @settings(EXACT, max_examples=60)
-@given(scenarios(refusals=True), st.integers(2, 7))
+@given(scenarios(refusals=True, promotion=True), st.integers(2, 7))
 def test_scaling_cost_or_weights_changes_nothing(scenario: Scenario, factor: int) -> None:
     """All costs and Theta times a factor; or all weights times a factor and Theta (and u) by its inverse."""
     plain = scenario.driver()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a flood by another team costs a light team: its p99 time to the first token alone, and beside the flood.
 
-    python -m benchmarks.isolation [--factor 16] [--rounds 5] [--seconds 60] [--slots 16] [--policy eg-mlfq ...]
+    python -m benchmarks.isolation [--factor 16] [--rounds 5] [--seconds N] [--slots 16] [--policy eg-mlfq ...]
         [--light-tier gold] [--flood-tier bronze] [--burst 4] [--real [--model smollm2-135m]] [--kv-memory 64MiB]
         [--out r.json]
 
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--burst", type=int, default=4, help="requests of the light team that come at once")
     parser.add_argument("--light-tier", default="gold")
     parser.add_argument("--flood-tier", default="bronze")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, help="of arrivals; 300 simulated, 60 real")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step: bounds how long it lasts")
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("--kv-memory", default="", metavar="SIZE")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.seconds = arguments.seconds or (60.0 if arguments.real else 300.0)
     with tempfile.TemporaryDirectory(prefix="terazi-isolation-") as root:
         runs = Real(arguments, Path(root)) if arguments.real else Simulated(arguments)
         seeds = range(1, arguments.rounds + 1)

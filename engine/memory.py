@@ -12,7 +12,7 @@ free + owned + in flight = total. An ended sequence's blocks come back when its 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.blocks import BlockPool, BlockTable
+from engine.blocks import BlockPool, BlockTable, blocks_for
 from engine.plan import BlockCopy
 
 _PERCENT = 100
@@ -66,6 +66,9 @@ class KVMemory:
         caller has asked that the host has room for those without a place there.
         """
         assert table not in self._flight_of, "one copy of a sequence at a time"
+        num_blocks = blocks_for(num_tokens, table.block_size)
+        self.device.free(table.blocks[num_blocks:])  # taken for tokens that were not computed yet
+        del table.blocks[num_blocks:]
         num_clean = self.num_clean(table, num_tokens)
         table.host.extend(self.host.allocate(len(table.blocks) - len(table.host)))
         pairs = tuple(zip(table.blocks[num_clean:], table.host[num_clean:], strict=True))
@@ -74,11 +77,15 @@ class KVMemory:
         table.num_saved = num_tokens
         return self._start(seq_id, table, pairs, is_out=True) if pairs else None
 
-    def swap_in(self, seq_id: int, table: BlockTable) -> BlockCopy:
-        """Bring a swapped sequence's KV back. The caller has asked that the device has room. Its host copy stays."""
+    def swap_in(self, seq_id: int, table: BlockTable, num_blocks: int = 0) -> BlockCopy:
+        """Bring a swapped sequence's KV back; its host copy stays. It gets `num_blocks` device blocks when those are
+        more than it has KV for: without room for its next token it would come back for nothing. The caller has asked
+        that the device has them.
+        """
         assert table not in self._flight_of and not table.blocks and table.host, "not on the host"
-        table.blocks = self.device.allocate(len(table.host))
-        return self._start(seq_id, table, tuple(zip(table.host, table.blocks, strict=True)), is_out=False)
+        table.blocks = self.device.allocate(max(num_blocks, len(table.host)))
+        pairs = tuple(zip(table.host, table.blocks, strict=False))
+        return self._start(seq_id, table, pairs, is_out=False)
 
     def forget_host_copy(self, table: BlockTable) -> int:
         """Drop a resident sequence's host copy, which needs no copying. Returns the host blocks that are free by it."""
@@ -102,8 +109,8 @@ class KVMemory:
             self.drop(table)
             return
         flight.is_orphan = True
-        busy = set(flight.host_blocks)
-        self.host.free([block for block in table.host if block not in busy])
+        self.host.free(_without(table.host, flight.host_blocks))
+        self.device.free(_without(table.blocks, flight.device_blocks))
         table.blocks, table.host, table.num_saved = [], [], 0
 
     def complete(self, copy_id: int) -> Flight:
@@ -154,6 +161,11 @@ class KVMemory:
         flight = self.flights.pop(copy_id)
         self._flight_of.pop(flight.table, None)
         return flight
+
+
+def _without(blocks: list[int], busy: list[int]) -> list[int]:
+    kept = set(busy)
+    return [block for block in blocks if block not in kept]
 
 
 class LinkBudget:

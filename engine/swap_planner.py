@@ -53,17 +53,19 @@ class Resident(msgspec.Struct, frozen=True):
     seq_id: int
     team_id: int
     num_blocks: int
+    num_spare: int = 0  # of these, blocks without KV yet
     num_dirty: int = 0  # blocks that a move out would copy
     num_host: int = 0  # host blocks it has
     is_whole: bool = True  # fully prefilled, nothing to replay
     num_computed: int = 0
     attained_us: int = 0
     is_protected: bool = False  # G2
+    is_idle: bool = True  # it was not in the latest step
     replay_us: int = 0  # what computing its KV again would take; only asked for where KV is dropped
 
     @property
     def num_new_host(self) -> int:
-        return self.num_blocks - self.num_host
+        return max(0, self.num_blocks - self.num_spare - self.num_host)
 
 
 class Away(msgspec.Struct, frozen=True):
@@ -170,7 +172,7 @@ class SwapPlanner:
                 break
         missing = pools.reserve - room.free - room.incoming
         if missing > 0:
-            room.clear(missing, for_seq=-1, team_id=grower_team, is_partial=True)
+            room.clear(missing, for_seq=-1, team_id=grower_team, is_ahead=True)
         return room.moves
 
     def force(
@@ -278,12 +280,14 @@ class _Room:
         team_id: int | None,
         is_g1: bool = True,
         may_drop: bool = False,
-        is_partial: bool = False,
+        is_ahead: bool = False,
     ) -> bool:
-        """Move out the fewest that free `missing` blocks, or nobody when that cannot be done (`is_partial`: as many as
-        can). For `for_seq` only those go that run after it.
+        """Move out the fewest that free `missing` blocks, or nobody when that cannot be done. For `for_seq` only those
+        go that run after it. `is_ahead`: nobody waits for it yet, so only idle ones go, and fewer blocks will do.
         """
         victims = self._candidates(for_seq, is_g1=is_g1)
+        if is_ahead:
+            victims = [victim for victim in victims if victim.is_idle]
         host_room = self.host_free + self._spare_host(victims)
         chosen: list[Resident] = []
         dropped: list[Resident | Away] = []
@@ -301,7 +305,7 @@ class _Room:
             freed += victim.num_blocks
         if freed < missing and may_drop and self._planner.can_swap:
             freed += self._drop_some(missing - freed, victims, chosen, dropped, host_room)
-        if not (chosen or dropped) or (freed < missing and not is_partial):
+        if not (chosen or dropped) or (freed < missing and not is_ahead):
             return False
         for victim in list(chosen):  # earlier ones that a later, larger one made needless
             if freed - victim.num_blocks >= missing:

@@ -66,6 +66,7 @@ class Swapping:
         self.half: dict[int, Sequence] = {}  # started and not whole
         self.away: dict[int, Sequence] = {}  # on the host, or on the way there or back
         self.num_dropped = 0
+        self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
         self._safe: dict[int, Sequence] = {}  # in their minimum run
         self._causes: dict[int, Cause] = {}  # of the copies in flight
@@ -138,22 +139,24 @@ class Swapping:
 
     def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
         """Nothing can run: make room whatever the guards say. None when not even that helps."""
-        if not self.needs:
+        needs = [*self.needs, *self._unasked()]
+        if not needs:
             return None
         holder = self._entry.holder
         residents, away = self._views(num_steps)
-        turns = policy.turns(self._named(residents, away, self.needs), self._slots, now_us)
+        turns = policy.turns(self._named(residents, away, needs), self._slots, now_us)
         moves = self._planner.force(
             self._pools(0, now_us),
             residents,
             away,
-            self.needs,
+            needs,
             turns,
             holder=holder.seq_id if holder is not None else None,
             over_served=policy.over_served,
         )
         if not moves:
             return None
+        self.num_forced += 1
         copies = Copies()
         self._carry_out(moves, copies, num_steps)
         return copies
@@ -295,6 +298,16 @@ class Swapping:
     def _is_still(self, need: Need) -> bool:
         return need.seq_id in self._sequences
 
+    def _unasked(self) -> list[Need]:
+        """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
+        asked = {need.seq_id for need in self.needs}
+        kinds = {Status.DROPPED: Kind.START, Status.SWAPPED: Kind.UPLOAD}
+        return [
+            Need(one.seq_id, one.request.team_id, kinds.get(one.status, Kind.GROW), one.num_wanted)
+            for one in self.blocked.values()
+            if one.seq_id not in asked
+        ]
+
     def _pools(self, reserve: int, now_us: int) -> Pools:
         memory = self._memory
         return Pools(
@@ -322,19 +335,22 @@ class Swapping:
 
     def _resident(self, one: Sequence, num_steps: int) -> Resident:
         table = one.table
+        num_used = blocks_for(one.num_computed, self._block_size)
         is_safe = one.min_run_left > 0 and (
-            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * one.min_run_left
+            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
         )
         return Resident(
             seq_id=one.seq_id,
             team_id=one.request.team_id,
             num_blocks=len(table.blocks),
-            num_dirty=len(table.blocks) - self._memory.num_clean(table, one.num_computed),
+            num_spare=len(table.blocks) - num_used,
+            num_dirty=num_used - self._memory.num_clean(table, one.num_computed),
             num_host=len(table.host),
             is_whole=not one.is_half,
             num_computed=one.num_computed,
             attained_us=one.work_us,
             is_protected=is_safe,
+            is_idle=one.status is Status.PAUSED,
             replay_us=0 if self._planner.can_swap else self._profile.prefill_work_us(0, one.num_computed),
         )
 
@@ -389,7 +405,8 @@ class Swapping:
         team_id = sequence.request.team_id
         payer = team_id if sequence.displaced_by is None else sequence.displaced_by
         cause = Cause(payer, sequence.displaced_for, team_id)
-        copy = self._memory.swap_in(sequence.seq_id, sequence.table)
+        copy = self._memory.swap_in(sequence.seq_id, sequence.table, self.wanted_to_return(sequence))
+        self._entry.grown(sequence, len(sequence.table.blocks))
         sequence.move_to(Status.SWAPPING_IN)
         sequence.num_refusals = 0
         sequence.uploaded_step = num_steps

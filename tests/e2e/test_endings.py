@@ -89,18 +89,19 @@ class Fleet:
         self.clients += clients
         return list(clients)
 
-    def is_open(self, count: int) -> bool:
-        """Whether the gateway has so many requests in the engine."""
-        return int(self.server.status()["requests_open"]) == count
+    def is_idle(self) -> bool:
+        """Whether the gateway has no request in the engine."""
+        return int(self.server.status()["requests_open"]) == 0
 
     def lines(self) -> list[dict[str, Any]]:
         """The step log so far; its last line may be on its way."""
         text = self.log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    def num_submitted(self) -> int:
-        """Requests that the engine has taken in, by the log."""
-        return sum(item["what"] == "submit" for line in self.lines() for item in line.get("inbox", ()))
+    def are_all_inside(self) -> bool:
+        """Whether the engine has taken in every request so far, by the log."""
+        inboxes = [line.get("inbox", ()) for line in self.lines()]
+        return sum(item["what"] == "submit" for inbox in inboxes for item in inbox) == len(self.clients)
 
     def swapped(self) -> set[str]:
         """Requests whose KV lies on the host, by the log."""
@@ -132,7 +133,7 @@ async def departures(fleet: Fleet) -> None:
     """Twelve streams: two leave before their first token, two while decoding, two while swapped out; six stay."""
     teams = list(TEAMS) * 4
     clients = fleet.start(*(Client(team, 90, leave_after=7 if n in (3, 7) else 0) for n, team in enumerate(teams)))
-    await fleet.until(lambda: fleet.is_open(12))
+    await fleet.until(fleet.are_all_inside)
     for client in [client for client in clients if not client.events and not client.leave_after][-2:]:
         client.leave()
 
@@ -146,7 +147,7 @@ async def departures(fleet: Fleet) -> None:
         if found := candidates():
             found[0].leave()
     await fleet.join(clients)
-    await fleet.until(lambda: fleet.is_open(0))
+    await fleet.until(fleet.is_idle)
     last = fleet.lines()[-1]
     assert (last["free_blocks"], last["free_host_blocks"]) == (DEVICE_BLOCKS, HOST_BLOCKS)
     assert all(client.events[-1] == "[DONE]" for client in clients if not client.has_left)
@@ -155,7 +156,7 @@ async def departures(fleet: Fleet) -> None:
 async def killed_engine(fleet: Fleet) -> None:
     """Six streams, three of them without a slot, when the engine is killed; then it is back."""
     clients = fleet.start(*(Client(team, 300) for team in list(TEAMS) * 2))
-    await fleet.until(lambda: fleet.is_open(6) and any(client.events for client in clients))
+    await fleet.until(lambda: fleet.are_all_inside() and any(client.events for client in clients))
     pid = fleet.server.status()["engine"]["pid"]
     os.kill(pid, signal.SIGKILL)
     await fleet.join(clients)
@@ -173,7 +174,7 @@ async def shutdown(fleet: Fleet) -> None:
     """Two streams that may end in the drain time and four that cannot."""
     short = fleet.start(Client("search", 3), Client("search", 3))
     long = fleet.start(*(Client(team, 300) for team in ("search", "chat", "batch", "batch")))
-    await fleet.until(lambda: fleet.num_submitted() == len(fleet.clients) == 24)
+    await fleet.until(fleet.are_all_inside)
     fleet.server.terminate()
     await fleet.join(short + long)
     assert {client.outcome for client in short} <= {"ok", "shutdown"}

@@ -32,7 +32,7 @@ from gateway.report_format import (
     tone,
 )
 from gateway.report_html import Cell, Figure, Page, Section, Table, Tile, csv_href, render_page
-from gateway.report_series import Binned, bin_series, time_ticks
+from gateway.report_series import OTHERS, Binned, bin_series, time_ticks
 
 
 def render_fairness(report: Report, series: Report) -> str:
@@ -62,7 +62,7 @@ def fairness_page(
     sections = [
         *first,
         promises(report),
-        shares(report, binned, teams, time_ticks(binned, zone, elapsed=elapsed, most=3)),
+        shares(report, binned, teams, time_ticks(binned, zone, elapsed=elapsed, most=2)),
         evenness(report, binned, time_ticks(binned, zone, elapsed=elapsed)),
         lag(report, binned, teams, time_ticks(binned, zone, elapsed=elapsed)),
         waits(report),
@@ -227,12 +227,19 @@ def shares(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Tick
             is_wide=True,
         )
     ]
-    seen = [v for values in [*binned.share.values(), *binned.entitled.values()] for v in values if v is not None]
-    panel_top = min(1.0, svg.nice(max(seen, default=1.0)))
+    # One scale for all teams, so that the pictures compare; the others together are larger than any of them.
+    tops = [peak(binned, team) for team in binned.share if team != OTHERS]
+    panel_top = min(1.0, svg.nice(max(tops, default=1.0)))
     panels = [
         Figure(
             team,
-            share_panel(team, binned, tone(team, teams), ticks, panel_top),
+            share_panel(
+                team,
+                binned,
+                tone(team, teams),
+                ticks,
+                panel_top if team != OTHERS else min(1.0, svg.nice(peak(binned, team))),
+            ),
             "",
             csv_name=f"share-{team}.csv",
             csv_href=csv_href(
@@ -290,6 +297,11 @@ def shares(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Tick
         f"One picture a team, {span(binned.width)} a step: the area is its share of the device, the dashed line its "
         "entitlement; gaps are times without a backlog. Fair is where the area reaches the line.",
     )
+
+
+def peak(binned: Binned, team: str) -> float:
+    """The largest share or entitlement of a team in any bin; 0 if there is none."""
+    return max((value for value in [*binned.share[team], *binned.entitled[team]] if value is not None), default=0.0)
 
 
 def _top(rows: Rows) -> float:

@@ -66,7 +66,7 @@ def time_ticks(binned: Binned, zone: tzinfo = UTC, *, elapsed: bool = False, mos
     span = binned.width * binned.count
     if not span:
         return []
-    step = step_of(span / (most + 0.5))
+    step = step_of(span / (most + 0.25))
     if elapsed:
         return [(i * step / span, f"{i * step:g} s") for i in range(math.floor(span / step) + 1)]
     offset = _offset(binned.start, zone)

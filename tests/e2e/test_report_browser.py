@@ -20,7 +20,7 @@ WIDER = """[...document.querySelectorAll('body *')].filter(e => {
 }).map(e => e.outerHTML.slice(0, 120))"""
 OVERLAPS = """[...document.querySelectorAll('.chart .xs')].filter(axis => {
   const spans = [...axis.children].map(e => e.getBoundingClientRect()).sort((a, b) => a.left - b.left);
-  return spans.some((box, i) => i && box.left < spans[i - 1].right);
+  return spans.some((box, i) => i && box.left < spans[i - 1].right + 4);
 }).length"""
 CONTRAST = """(() => {
   const parse = c => c.match(/[\\d.]+/g).slice(0, 3).map(Number);

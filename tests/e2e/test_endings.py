@@ -101,7 +101,8 @@ class Fleet:
     def are_all_inside(self) -> bool:
         """Whether the engine has taken in every request so far, by the log."""
         inboxes = [line.get("inbox", ()) for line in self.lines()]
-        return sum(item["what"] == "submit" for inbox in inboxes for item in inbox) == len(self.clients)
+        submitted = [item["request"] for inbox in inboxes for item in inbox if item["what"] == "submit"]
+        return len(submitted) == len(self.clients)
 
     def swapped(self) -> set[str]:
         """Requests whose KV lies on the host, by the log."""

@@ -56,6 +56,31 @@ def test_the_demo_compares_both_policies_and_writes_a_page(tmp_path: Path, cache
     assert "CC-BY-4.0" in page
 
 
+def test_a_demo_with_little_kv_memory_swaps_and_says_so_everywhere(tmp_path: Path, cache_dir: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [
+        {"t": i * 0.01, "team": ("support", "reports")[i % 2], "prompt_tokens": 30, "output_tokens": (4, 90)[i % 2]}
+        for i in range(24)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # 24 blocks of the tiny model on the device; the twelve long ones alone grow to 96.
+    options = ["--trace", str(trace), "--max-batch-size", "2", "--kv-memory", str(24 * 6144)]
+    done = demo(tmp_path, cache_dir, *options, "--host-kv-memory", "4MiB")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "demo-out" / "report.json").read_text())
+    ours = report["runs"][1]
+    totals = ours["fairness"]["totals"]
+    assert totals["swaps_out"] > 0 and totals["bytes_out"] >= totals["swaps_out"] * 6144 // 2
+    assert totals["swaps_out"] == sum(pair["swaps_out"] for pair in ours["fairness"]["interference"])
+    assert totals["recomputes"] == sum(row["recomputes"] for row in ours["teams"]) == 0
+    lines = [line.split() for line in done.stdout.splitlines()]
+    printed = next(line for line in lines if line[:1] == ["eg-mlfq"])
+    assert printed[4:9] == [str(totals[name]) for name in
+                            ("preemptions", "swaps_out", "swaps_in", "recomputes", "promotions")]  # fmt: skip
+    page = (tmp_path / "demo-out" / "report.html").read_text("utf-8")
+    assert f'<dd class="big ">{totals["swaps_out"]:,}</dd>' in page
+
+
 def test_a_failed_request_is_a_failed_demo(tmp_path: Path, cache_dir: Path) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"t": 0, "team": "support", "prompt_tokens": p, "output_tokens": 2} for p in (20, 900_000)]

@@ -27,4 +27,4 @@ def _cell(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return repr(value)  # all digits, so that sums come out
     text = str(value)
-    return "'" + text if text.startswith(_FORMULA) else text
+    return "'" + text if text.lstrip(" ").startswith(_FORMULA) else text

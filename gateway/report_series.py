@@ -48,9 +48,10 @@ def bin_series(series: Mapping[str, Any], shown: Sequence[str], weights: Mapping
     count = index[-1] + 1
     jain, least = _evenness(series, index, count, weights)
     merged = _merged(series, shown)
+    everybody = [_totals(series[name], len(index)) for name in ("served", "entitled")]
     share, entitled, lag = {}, {}, {}
     for team, (served, due, backlogged, lags) in merged.items():
-        share[team], entitled[team] = _shares(series, index, count, served, due, backlogged)
+        share[team], entitled[team] = _shares(everybody, index, count, served, due, backlogged)
         lag[team] = _greatest(index, count, lags, backlogged)
     bounds = [value or None for value in series["lag_bound"]]
     return Binned(start, width, count, share, entitled, lag, _greatest(index, count, bounds), jain, least)
@@ -108,11 +109,15 @@ def _merged(series: Mapping[str, Any], shown: Sequence[str]) -> dict[str, tuple[
 
 
 def _shares(
-    series: Mapping[str, Any], index: Sequence[int], count: int, served: Values, due: Values, backlogged: Values
+    everybody: Sequence[Sequence[float]],
+    index: Sequence[int],
+    count: int,
+    served: Values,
+    due: Values,
+    backlogged: Values,
 ) -> tuple[Values, Values]:
     sums = [[0.0] * count for _ in range(4)]  # served, entitled, and both of everybody
-    all_served = _totals(series["served"], len(index))
-    all_due = _totals(series["entitled"], len(index))
+    all_served, all_due = everybody
     for i, place in enumerate(index):
         if backlogged[i]:
             for total, value in zip(sums, (served[i], due[i], all_served[i], all_due[i]), strict=True):

@@ -133,6 +133,8 @@ def test_a_name_that_a_spreadsheet_would_run_is_text(data_dir: Path) -> None:
         ("+1", "'+1"),
         ("-1", "'-1"),
         ("@SUM(A1)", "'@SUM(A1)"),
+        ("  =1+1", "'  =1+1"),
+        (" plain", " plain"),
         ("\tx", "'\tx"),
         ("\rx", '"\'\rx"'),
         (-1, "-1"),

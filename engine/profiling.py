@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,15 @@ from engine.plan import BlockCopy, Row, StepPlan
 from policies.cost import StepProfile
 
 if TYPE_CHECKING:
+    from engine.copy_engine import CopyEngine
     from engine.runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
 PROFILE_VERSION = 2  # raise it when the shapes, the estimate or the fit change
 NUM_ROUNDS = 6
-COPY_BLOCKS = 32
+COPY_BYTES = 64 * 1024**2  # more than a processor's caches hold, as KV that is swapped has long left them
+COPY_PIECE = 8  # blocks timed at a time
 FIXED_PROFILE = Path(__file__).parent / "data" / "step_profile_fixed.json"
 
 
@@ -130,29 +133,39 @@ def measure_all(runner: "TorchRunner", shapes: Sequence[StepShape], rounds: int 
     return [min(column) for column in zip(*times, strict=True)]
 
 
-def measure_block_copy_us(runner: "TorchRunner", rounds: int = NUM_ROUNDS) -> float:
+def measure_block_copy_us(runner: "TorchRunner") -> float:
     """Time of one block's copy, one way, in microseconds; 0 without a host pool. Measured at each start, not kept: it
-    takes milliseconds. Uses the first blocks of both pools: run it before serving.
+    takes some ten milliseconds. Uses the first blocks of both pools: run it before serving.
 
-    The mean of the two ways, each the least of several: a copy to pages of the host that were never written takes
-    longer, which the first round pays.
+    The mean of the two ways. Each is walked through once to have its pages (the first copy to a page of the host takes
+    four times as long on a virtual machine), and then timed a few blocks at a time: the median, so that neither a cache
+    that holds the whole walk nor a busy neighbour is what is measured.
     """
-    cache, copies = runner.cache, runner.copies
-    if copies is None or not cache.num_host_blocks:
+    cache = runner.cache
+    if runner.copies is None or not cache.num_host_blocks:
         return 0.0
-    count = min(COPY_BLOCKS, cache.num_blocks, cache.num_host_blocks)
+    block_bytes = cache.pool[0].numel() * cache.pool.itemsize
+    count = min(2 * max(COPY_PIECE, COPY_BYTES // block_bytes), cache.num_blocks, cache.num_host_blocks)
     # Every second block, as a pool in use gives them: nothing is copied in one long run.
-    pairs = tuple((block, block) for block in range(0, count, 2))
-    times: dict[str, list[int]] = {"out": [], "in": []}
-    for _ in range(rounds):
-        for way, copied in times.items():
-            copy = BlockCopy(0, 0, pairs)
-            started = time.perf_counter_ns()
-            copies.start((copy,) if way == "out" else (), (copy,) if way == "in" else ())
-            while not copies.poll():
-                copies.wait()
-            copied.append(time.perf_counter_ns() - started)
-    return sum(min(copied) for copied in times.values()) / 2 / 1000 / len(pairs)
+    pairs = [(block, block) for block in range(0, count, 2)]
+    medians = []
+    for is_out in (True, False):
+        for _ in range(2):
+            times = [
+                _copy_ns(runner.copies, tuple(pairs[at : at + COPY_PIECE]), is_out) / len(pairs[at : at + COPY_PIECE])
+                for at in range(0, len(pairs), COPY_PIECE)
+            ]
+        medians.append(statistics.median(times))
+    return sum(medians) / 2 / 1000
+
+
+def _copy_ns(copies: "CopyEngine", pairs: tuple[tuple[int, int], ...], is_out: bool) -> int:
+    copy = (BlockCopy(0, 0, pairs),)
+    started = time.perf_counter_ns()
+    copies.start(copy if is_out else (), () if is_out else copy)
+    while not copies.poll():
+        copies.wait()
+    return time.perf_counter_ns() - started
 
 
 def plan_of(shape: StepShape, block_size: int) -> StepPlan:

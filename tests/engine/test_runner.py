@@ -20,6 +20,7 @@ from engine.messages import SamplingParams
 from engine.model_config import read_model_config
 from engine.model_store import TINY
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
+from engine.profiling import measure_block_copy_us
 from engine.service_torch import EngineStartError, build, choose_dtype, cpu_has_bfloat16
 from engine.tiny import write_tiny_model
 from tests.engine.chaos_copy import ChaosCopy
@@ -350,3 +351,43 @@ def test_auto_takes_bfloat16_only_where_the_processor_has_it(monkeypatch: pytest
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     assert choose_dtype("auto", cpu) == torch.float32
     assert choose_dtype("bfloat16", cpu) == torch.bfloat16
+
+
+class CountedCopies:
+    """Takes made-up time: 30 us for a block out, 10 us for one in, four times that on its first visit, and now and then
+    a busy neighbour's millisecond."""
+
+    def __init__(self) -> None:
+        self.now_ns = self.num_started = 0
+        self.visited: set[tuple[bool, int]] = set()
+
+    def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        for copy in (*out, *into):
+            for block, _ in copy.pairs:
+                at = (bool(out), block)
+                self.now_ns += (30_000 if out else 10_000) * (1 if at in self.visited else 4)
+                self.visited.add(at)
+        self.num_started += 1
+        self.now_ns += 1_000_000 * (self.num_started % 5 == 0)
+
+    def poll(self) -> list[int]:
+        return [0]
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(64, 64), (1, 1), (64, 3), (5, 64)])
+def test_a_blocks_copy_is_timed_without_first_visits_and_busy_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_host_blocks: int
+) -> None:
+    write_tiny_model(tmp_path)
+    swapper = make_runner(tmp_path, torch.float32, num_blocks=num_blocks, num_host_blocks=num_host_blocks, native=False)
+    copies = CountedCopies()
+    swapper.copies = copies
+    monkeypatch.setattr("engine.profiling.time.perf_counter_ns", lambda: copies.now_ns)
+    measured_us = measure_block_copy_us(swapper)
+    assert measured_us == 20.0
+    assert {block for _, block in copies.visited} <= set(range(min(num_blocks, num_host_blocks)))
+    swapper.cache.num_host_blocks = 0
+    assert measure_block_copy_us(swapper) == 0.0

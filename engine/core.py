@@ -215,7 +215,7 @@ class EngineCore:
     @property
     def _tokens_max(self) -> int:
         """Prompt and output of one request, at most: what context and an empty pool hold."""
-        return min(self._model.context_len, self.scheduler.pool.num_blocks * self._config.block_size)
+        return min(self._model.context_len, self.scheduler.tokens_max)
 
     def _clamped(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         room = self._tokens_max - num_prompt

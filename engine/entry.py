@@ -29,7 +29,7 @@ class Entry:
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int, *, can_take_back: bool) -> None:
         self.can_take_back = can_take_back
-        self._device_blocks = num_device_blocks
+        self.device_blocks = num_device_blocks
         self._capacity = num_device_blocks + num_host_blocks if can_take_back else num_device_blocks
         self._block_size = block_size
         self.waiting: dict[int, Sequence] = {}  # without a first step, in order of arrival
@@ -71,6 +71,11 @@ class Entry:
             heapq.heapify(self._deadlines)
         return due
 
+    def shrink(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """So many blocks are out of use."""
+        self.device_blocks -= num_device_blocks
+        self._capacity -= num_device_blocks + num_host_blocks
+
     def begin(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """A step is being picked. Is it closed?"""
         self._num_tried = 0
@@ -88,11 +93,11 @@ class Entry:
         if not needs or not waiting:
             return False
         holder = self.holder
-        room = self._capacity - self.num_claimed
         reserved = holder.num_claim if holder is not None and not holder.is_started else 0
+        room = self._capacity - self.num_claimed - reserved
         if self.can_take_back:
-            room = min(room, self._device_blocks - self.num_half + 1)
-        is_shut = needs[0][0] > room - reserved
+            room = min(room, self.device_blocks - self.num_half + 1)
+        is_shut = needs[0][0] > room
         if not is_shut and self.is_tried_enough:
             held = holder.num_wanted if holder is not None else 0
             is_shut = needs[0][0] > free - self.kept - held
@@ -124,7 +129,7 @@ class Entry:
             return False
         if not self.can_take_back:
             return True
-        if self.num_half + blocks_for(sequence.num_to_fill, self._block_size) > self._device_blocks:
+        if self.num_half + blocks_for(sequence.num_to_fill, self._block_size) > self.device_blocks:
             return False
         kept = self.kept if holder is not sequence else min(self.kept, self.num_half)
         return sequence.num_claim <= free - kept - (holder.num_wanted if is_other else 0)  # type: ignore[union-attr]
@@ -185,6 +190,18 @@ class Entry:
             oldest = next(iter(line.values()))
             if (oldest.num_refusals or self._num_closed > oldest.num_closed_before) and self.fits(oldest, free):
                 policy.fits_again(oldest.seq_id)
+
+    def check(self, live: Collection[Sequence]) -> None:
+        """Assert that claims and lines agree with the sequences."""
+        started = [s for s in live if s.is_started]
+        assert self.num_claimed == sum(s.num_claimed for s in started)
+        assert not any(s.num_claimed or s.table.blocks or s.table.host for s in live if not s.is_started)
+        assert len(self.waiting) == sum(s.status is Status.WAITING for s in live)
+        assert len(self.waiting) == sum(len(line) for line in self.waiting_of.values())
+        assert all(len(s.table.blocks) <= s.num_blocks_max for s in started)
+        if not self.can_take_back:
+            assert self.num_claimed <= self.device_blocks
+            assert all(s.num_claimed == s.num_blocks_max for s in started)
 
     def resize(self, sequence: Sequence) -> None:
         """What it claims when it starts: for a new one, and for one that lost its KV."""

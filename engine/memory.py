@@ -5,8 +5,8 @@ KV only ever grows at its end, so a full block never changes again. After an upl
 dropped at any time without a copy. Clean blocks are always a sequence's first ones.
 
 A copy is *in flight* from the plan that holds it until a result names it. Until then its blocks on both sides are
-nobody's to use: not free, not readable by rows, not owned by a table on the side that is written. On both sides
-free + owned + in flight = total. An ended sequence's blocks come back when its copy is over.
+nobody's to use: not free, not readable by rows. On both sides free + owned + in flight = total. An ended sequence's
+blocks come back when its copy is over.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,13 @@ _BURST_US = 100_000  # link time that may be used at once after a quiet while
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A copy in flight. `is_orphan`: its sequence has ended."""
+    """A copy in flight. `is_orphan`: its sequence has ended; `is_lost`: nobody waits for it any more."""
 
     copy: BlockCopy
     is_out: bool
     table: BlockTable
     is_orphan: bool = False
+    is_lost: bool = False
 
     @property
     def device_blocks(self) -> list[int]:
@@ -51,7 +52,12 @@ class KVMemory:
     @property
     def num_incoming(self) -> int:
         """Device blocks that copies out in flight will free."""
-        return sum(len(flight.copy.pairs) for flight in self.flights.values() if flight.is_out)
+        return sum(len(f.copy.pairs) for f in self.flights.values() if f.is_out and not f.is_lost)
+
+    @property
+    def is_copying(self) -> bool:
+        """Copies are in flight that somebody waits for."""
+        return bool(self.flights) and not all(flight.is_lost for flight in self.flights.values())
 
     def num_clean(self, table: BlockTable, num_tokens: int) -> int:
         """Of a resident sequence's blocks, the first ones that the host has as they are."""

@@ -109,7 +109,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Sequences are live, or copies of ended ones are still in flight."""
-        return bool(self._sequences or self.memory.flights)
+        return bool(self._sequences or self.memory.is_copying)
 
     @property
     def num_steps(self) -> int:
@@ -130,6 +130,11 @@ class Scheduler:
     def num_dropped(self) -> int:
         """Sequences whose KV is gone and will be computed again."""
         return self._swaps.num_dropped if self._swaps is not None else 0
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens that the device's blocks hold, when none is taken."""
+        return self._entry.device_blocks * self._config.block_size
 
     def take_shortage(self) -> bool:
         """Whether anybody was refused for blocks since the last call."""
@@ -152,7 +157,7 @@ class Scheduler:
         assert self._open is None, "arrivals wait for the end of the step"
         block_size = self._config.block_size
         num_blocks_max = blocks_for(request.total_tokens_max, block_size)
-        assert num_blocks_max <= self.pool.num_blocks, "impossible requests are refused before they get here"
+        assert num_blocks_max <= self._entry.device_blocks, "impossible requests are refused before they get here"
         seq_id = self._next_seq_id
         num_prompt = len(request.prompt_token_ids)
         level = self.policy.arrive(
@@ -189,10 +194,14 @@ class Scheduler:
         return sequence
 
     def expire(self, now_us: int) -> list[Sequence]:
-        """End with "timeout" whatever should have started by now and has not."""
+        """End with "timeout" whatever should have started by now and has not, and with "error" whose copy is lost."""
         expired = self._entry.expired(now_us)
         for sequence in expired:
             self._finish(sequence, "timeout", now_us)
+        for sequence in self._swaps.overdue(now_us) if self._swaps is not None else ():
+            sequence.error = "a copy of KV between device and host was lost"
+            self._finish(sequence, "error", now_us)
+            expired.append(sequence)
         return expired
 
     def schedule(self, now_us: int) -> StepPlan | None:
@@ -202,14 +211,14 @@ class Scheduler:
         """
         assert self._open is None, "the step before has not been applied"
         swaps, memory, policy = self._swaps, self.memory, self.policy
-        if not self._sequences and not memory.flights:
+        if not self._sequences and not memory.is_copying:
             return None
         self.promises.look(now_us, len(self._sequences))
         copies = Copies()
         if swaps is not None and not swaps.is_idle(self._ran_last):
             copies = swaps.plan(policy, self._ran_last, self._next_step_id, now_us)
         picked = self._pick(now_us)
-        while not (picked.rows or copies.out or copies.back or memory.flights):
+        while not (picked.rows or copies.out or copies.back or memory.is_copying):
             policy.settle((), now_us)
             forced = swaps.force(policy, self._next_step_id, now_us) if swaps is not None else None
             if forced is None:
@@ -362,20 +371,10 @@ class Scheduler:
         """Recount everything by owner and assert that the books agree. For tests and idle moments."""
         live = self._sequences.values()
         self.memory.check(s.table for s in live)
-        started = [s for s in live if s.is_started]
-        entry = self._entry
-        assert entry.num_claimed == sum(s.num_claimed for s in started)
-        assert not any(s.num_claimed for s in live if not s.is_started)
-        assert self.num_waiting == sum(s.status is Status.WAITING for s in live)
-        assert self.num_waiting == sum(len(line) for line in entry.waiting_of.values())
-        assert all(len(s.table.blocks) <= s.num_blocks_max for s in started)
-        assert not any(s.table.blocks or s.table.host for s in live if not s.is_started)
+        self._entry.check(live)
         assert not any(s.is_finished for s in live)
-        if self._swaps is None:
-            assert entry.num_claimed <= self.pool.num_blocks
-            assert all(s.num_claimed == s.num_blocks_max for s in started)
-            return
-        self._swaps.check()
+        if self._swaps is not None:
+            self._swaps.check()
 
     def _chunk_end(self, start: int, num_prompt: int, tokens_left: int) -> int:
         chunk = self._config.prefill_chunk_tokens
@@ -401,7 +400,7 @@ class Scheduler:
         if swaps is not None and sequence.is_started:
             num_wanted, kind = missing, Kind.GROW
             if status is Status.SWAPPED:
-                num_wanted, kind = swaps.wanted_to_return(sequence), Kind.UPLOAD
+                num_wanted, kind = swaps.view.wanted_to_return(sequence), Kind.UPLOAD
         if swaps is not None:
             swaps.refused(sequence, kind, num_wanted)
         entry.refuse(self.policy, sequence, num_wanted)

@@ -14,15 +14,15 @@ from engine.blocks import blocks_for
 from engine.config import EngineConfig
 from engine.entry import Entry
 from engine.memory import Flight, KVMemory, LinkBudget
+from engine.memory_view import MemoryView
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Sequence, Status
-from engine.swap_planner import Away, Kind, Move, Need, Pools, Resident, SwapPlanner
+from engine.swap_planner import Kind, Move, Need, SwapPlanner
 from policies.cost import StepProfile
 from policies.policy import Policy
 
-RESERVE_STEPS = 4  # H of guard G4
+COPY_DEADLINE_US = 30_000_000  # a copy that takes longer is lost
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
-_PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
 _RESIDENT = (Status.RUNNING, Status.PAUSED)
 
 
@@ -48,7 +48,6 @@ class Swapping:
         block_copy_us: float,
     ) -> None:
         self._memory, self._entry, self._bills, self._sequences = memory, entry, bills, sequences
-        self._profile = profile
         self._block_size = config.block_size
         self._slots = config.max_batch_size
         self._chunk_blocks = blocks_for(config.prefill_chunk_tokens, config.block_size)
@@ -61,16 +60,19 @@ class Swapping:
             copy_us=self._link.copy_us,
             has_host=memory.host.num_blocks > 0,
         )
+        self.view = MemoryView(config, profile, memory, sequences, self._planner)
+        self.half = self.view.half  # started and not whole
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step
-        self.half: dict[int, Sequence] = {}  # started and not whole
         self.away: dict[int, Sequence] = {}  # on the host, or on the way there or back
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
         self._safe: dict[int, Sequence] = {}  # in their minimum run
         self._causes: dict[int, Cause] = {}  # of the copies in flight
+        self._begun_us: dict[int, int] = {}  # when they were planned, the oldest first
         self._step_us = 0
+        self._now_us = 0
 
     def refused(self, sequence: Sequence, kind: Kind, num_blocks: int) -> None:
         """It was picked and lacks `num_blocks` device blocks."""
@@ -79,29 +81,6 @@ class Swapping:
         if sequence.status is not Status.WAITING:
             self.blocked[sequence.seq_id] = sequence
             self._entry.blocked_teams.add(sequence.request.team_id)
-
-    def wanted_to_return(self, sequence: Sequence) -> int:
-        """Device blocks that one on the host wants free: its own, and those of its whole prompt or its next token."""
-        tokens = sequence.num_to_fill if sequence.is_half else sequence.num_computed + 1
-        return min(sequence.num_blocks_max, max(len(sequence.table.host), blocks_for(tokens, self._block_size)))
-
-    def promised(self) -> int:
-        """Missing blocks of the half-computed prompts on the device."""
-        return sum(
-            blocks_for(one.num_to_fill, self._block_size) - len(one.table.blocks)
-            for one in self.half.values()
-            if one.table.blocks or one.status in _RESIDENT
-        )
-
-    def reserve(self, ran_last: Iterable[Sequence]) -> int:
-        """G4: blocks that those now decoding take in the next steps."""
-        size = self._block_size
-        total = 0
-        for one in ran_last:
-            if one.status in _RESIDENT and not one.is_half:
-                ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
-                total += max(0, blocks_for(ahead, size) - len(one.table.blocks))
-        return total
 
     def is_idle(self, ran_last: Collection[Sequence]) -> bool:
         """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
@@ -112,17 +91,18 @@ class Swapping:
     def plan(self, policy: Policy, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""
         needs = [need for need in self.needs if self._is_still(need)]
+        self._now_us = now_us
         copies = Copies()
-        reserve = self.reserve(ran_last)
+        reserve = self.view.reserve(ran_last)
         free, incoming = self._memory.device.num_free, self._memory.num_incoming
-        pools = self._pools(reserve, now_us)
+        pools = self.view.pools(reserve, self._link.left_us(now_us))
         ahead = reserve + min(pools.promised, len(self.half) * self._chunk_blocks)
         is_short = free + incoming < ahead
         if not (needs or is_short or (self.away and self._mode == "proactive")):
             return copies
         holder = self._entry.holder
-        residents, away = self._views(num_steps)
-        turns = policy.turns(self._named(residents, away, needs), self._slots, now_us)
+        residents, away = self.view.sequences(num_steps)
+        turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
             residents,
@@ -143,10 +123,10 @@ class Swapping:
         if not needs:
             return None
         holder = self._entry.holder
-        residents, away = self._views(num_steps)
-        turns = policy.turns(self._named(residents, away, needs), self._slots, now_us)
+        residents, away = self.view.sequences(num_steps)
+        turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
         moves = self._planner.force(
-            self._pools(0, now_us),
+            self.view.pools(0, self._link.left_us(now_us)),
             residents,
             away,
             needs,
@@ -161,13 +141,35 @@ class Swapping:
         self._carry_out(moves, copies, num_steps)
         return copies
 
+    def overdue(self, now_us: int) -> list[Sequence]:
+        """Sequences whose copy should have been over long ago, and those too large for the blocks that are left.
+
+        Nobody knows what such a copy will still touch, so its blocks stay out of use until it is over, if ever; but
+        nobody waits for it.
+        """
+        late: dict[int, Sequence] = {}
+        while self._begun_us:
+            copy_id, begun_us = next(iter(self._begun_us.items()))
+            if now_us - begun_us < COPY_DEADLINE_US:
+                break
+            del self._begun_us[copy_id]
+            flight = self._memory.flights[copy_id]
+            flight.is_lost = True
+            num_blocks = len(flight.copy.pairs)
+            self._entry.shrink(num_blocks, num_blocks)
+            if not flight.is_orphan:
+                late[flight.copy.seq_id] = self._sequences[flight.copy.seq_id]
+            most = self._entry.device_blocks
+            late |= {one.seq_id: one for one in self._sequences.values() if one.num_blocks_max > most}
+        return list(late.values())
+
     def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
         """Charge the step's copy time to the causers, by blocks. Returns how much that is; the rest is the rows'.
 
         A step that has no copies of its own can only have stood still for those in flight.
         """
         copy_us = result.copy_us if plan.rows else result.duration_us
-        copies = [*plan.copies_out, *plan.copies_in] or [flight.copy for flight in self._memory.flights.values()]
+        copies = [*plan.copies_out, *plan.copies_in] or [f.copy for f in self._memory.flights.values() if not f.is_lost]
         if not (copy_us and copies):
             return 0
         causes = [(self._causes[copy.copy_id], len(copy.pairs)) for copy in copies]
@@ -205,16 +207,23 @@ class Swapping:
     def land(self, policy: Policy, result: StepResult) -> None:
         """Copies are over: blocks come free, and sequences are where they were going. Between steps."""
         for copy_id in result.copies_done:
-            sequence = self._landed(self._memory.complete(copy_id))
+            sequence = self._landed(self._memory.complete(copy_id), result.step_id + 1)
             if sequence is not None:
                 policy.swapped_in(sequence.seq_id)
         for copy_id in result.copies_failed:
             self._lost(self._memory.fail(copy_id))
 
-    def _landed(self, flight: Flight) -> Sequence | None:
-        """A copy is done. The sequence whose upload it was, if that goes on."""
-        self._causes.pop(flight.copy.copy_id)
+    def _over(self, flight: Flight) -> Cause:
+        """A copy will touch its blocks no more."""
+        self._begun_us.pop(flight.copy.copy_id, None)
         self._entry.has_room_grown = True
+        if flight.is_lost:
+            self._entry.shrink(-len(flight.copy.pairs), -len(flight.copy.pairs))
+        return self._causes.pop(flight.copy.copy_id)
+
+    def _landed(self, flight: Flight, next_step: int) -> Sequence | None:
+        """A copy is done before `next_step`. The sequence whose upload it was, if that goes on."""
+        self._over(flight)
         sequence = self._sequences.get(flight.copy.seq_id)
         if sequence is None:
             return None
@@ -224,6 +233,7 @@ class Swapping:
         del self.away[sequence.seq_id]
         sequence.move_to(Status.PAUSED)
         sequence.min_run_left = self._planner.min_run_steps
+        sequence.uploaded_step = next_step
         self._safe[sequence.seq_id] = sequence
         if not sequence.is_half:
             sequence.displaced_by = None
@@ -231,8 +241,7 @@ class Swapping:
 
     def _lost(self, flight: Flight) -> None:
         """A copy was given up: the sequence's KV is gone, and will be computed again."""
-        cause = self._causes.pop(flight.copy.copy_id)
-        self._entry.has_room_grown = True
+        cause = self._over(flight)
         sequence = self._sequences.get(flight.copy.seq_id)
         if sequence is not None:
             del self.away[sequence.seq_id]
@@ -275,7 +284,7 @@ class Swapping:
                 ):
                     policy.fits_again(sequence.seq_id)
         entry.blocked_teams = {sequence.request.team_id for sequence in self.blocked.values()}
-        entry.kept = self.promised() + self.reserve(ran_last)
+        entry.kept = self.view.promised() + self.view.reserve(ran_last)
         self.needs = []
         self.blocked = {}
         self.grew = {}
@@ -308,62 +317,13 @@ class Swapping:
             if one.seq_id not in asked
         ]
 
-    def _pools(self, reserve: int, now_us: int) -> Pools:
-        memory = self._memory
-        return Pools(
-            free=memory.device.num_free,
-            incoming=memory.num_incoming,
-            promised=self.promised(),
-            reserve=reserve,
-            host_free=memory.host.num_free,
-            link_us=self._link.left_us(now_us),
-        )
-
-    def _views(self, num_steps: int) -> tuple[list[Resident], list[Away]]:
-        residents: list[Resident] = []
-        away: list[Away] = []
-        for one in self._sequences.values():
-            table = one.table
-            if one.status in _RESIDENT:
-                if table.blocks:
-                    residents.append(self._resident(one, num_steps))
-            elif one.status is Status.SWAPPED:
-                wanted = self.wanted_to_return(one)
-                team_id = one.request.team_id
-                away.append(Away(one.seq_id, team_id, len(table.host), wanted, not one.is_half, one.num_computed))
-        return residents, away
-
-    def _resident(self, one: Sequence, num_steps: int) -> Resident:
-        table = one.table
-        num_used = blocks_for(one.num_computed, self._block_size)
-        is_safe = one.min_run_left > 0 and (
-            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
-        )
-        return Resident(
-            seq_id=one.seq_id,
-            team_id=one.request.team_id,
-            num_blocks=len(table.blocks),
-            num_spare=len(table.blocks) - num_used,
-            num_dirty=num_used - self._memory.num_clean(table, one.num_computed),
-            num_host=len(table.host),
-            is_whole=not one.is_half,
-            num_computed=one.num_computed,
-            attained_us=one.work_us,
-            is_protected=is_safe,
-            is_idle=one.status is Status.PAUSED,
-            replay_us=0 if self._planner.can_swap else self._profile.prefill_work_us(0, one.num_computed),
-        )
-
-    def _named(self, residents: list[Resident], away: list[Away], needs: Iterable[Need]) -> set[int]:
-        return {one.seq_id for group in (residents, away, needs) for one in group}
-
     def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
         for move in moves:
             sequence = self._sequences[move.seq_id]
             if move.kind == "forget":
                 self._memory.forget_host_copy(sequence.table)
             elif move.kind == "in":
-                copies.back.append(self._bring_back(sequence, num_steps))
+                copies.back.append(self._bring_back(sequence))
             else:
                 cause = Cause(move.team_id, move.for_seq, sequence.request.team_id)
                 if sequence.status is Status.RUNNING:
@@ -399,17 +359,16 @@ class Swapping:
         counts.blocks_out += len(copy.pairs)
         return copy
 
-    def _bring_back(self, sequence: Sequence, num_steps: int) -> BlockCopy:
+    def _bring_back(self, sequence: Sequence) -> BlockCopy:
         if self._entry.holder is sequence:
             self._entry.holder = None
         team_id = sequence.request.team_id
         payer = team_id if sequence.displaced_by is None else sequence.displaced_by
         cause = Cause(payer, sequence.displaced_for, team_id)
-        copy = self._memory.swap_in(sequence.seq_id, sequence.table, self.wanted_to_return(sequence))
+        copy = self._memory.swap_in(sequence.seq_id, sequence.table, self.view.wanted_to_return(sequence))
         self._entry.grown(sequence, len(sequence.table.blocks))
         sequence.move_to(Status.SWAPPING_IN)
         sequence.num_refusals = 0
-        sequence.uploaded_step = num_steps
         self._planner.note_upload()
         self._note(copy, cause)
         counts = self._bills.counts(cause.team_id, team_id)
@@ -419,6 +378,7 @@ class Swapping:
 
     def _note(self, copy: BlockCopy, cause: Cause) -> None:
         self._causes[copy.copy_id] = cause
+        self._begun_us[copy.copy_id] = self._now_us
         self._link.use(len(copy.pairs))
 
     def _forget_kv(self, sequence: Sequence, cause: Cause) -> None:

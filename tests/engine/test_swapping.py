@@ -12,6 +12,7 @@ from engine.request import Request, Sequence, Status
 from engine.scheduler import Scheduler, StepOutcome
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
+from engine.swapping import COPY_DEADLINE_US
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import TeamTerms
@@ -371,6 +372,36 @@ def half_prompts(device: int, prompts: tuple[int, ...]) -> tuple[Bench, Sequence
         bench.step(), bench.step()
     bench.policy.order = [grower.seq_id]
     return bench, grower, half
+
+
+@pytest.mark.case("K09")
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_copy_nobody_hears_of_again_ends_its_sequence_and_holds_up_nobody(is_out: bool) -> None:
+    bench, first, second = swapped_pair()
+    if is_out:
+        bench = Bench(blocks=6, host=6, max_batch_size=2)
+        first, second = bench.add(8, 12), bench.add(8, 12, team_id=1)
+    plan = bench.plan()
+    while not (plan.copies_out if is_out else plan.copies_in):
+        bench.apply(plan)
+        plan = bench.plan()
+    (copy,) = plan.copies_out if is_out else plan.copies_in
+    bench.apply(plan, done=())
+    if not is_out:
+        assert bench.step(done=()).rows == (), "there is nothing to do but to wait"
+    bench.now_us += COPY_DEADLINE_US - 2 * STEP_US
+    assert bench.scheduler.expire(bench.now_us - STEP_US) == []
+    bench.now_us += 2 * STEP_US
+    assert second in bench.scheduler.expire(bench.now_us)
+    assert second.finish_reason == "error" and "lost" in second.error
+    assert first.finish_reason == ("error" if is_out else "length"), "3 blocks are left, and it needs 5"
+    assert bench.scheduler.tokens_max == 12
+    small = bench.add(4, 4)
+    while bench.scheduler.num_live:
+        plan = bench.step(done=())
+        assert not {p[0 if is_out else 1] for p in copy.pairs} & {b for row in plan.rows for b in row.block_table}
+    assert small.finish_reason == "length"
+    assert not bench.scheduler.has_work and bench.scheduler.schedule(bench.now_us) is None, "nobody waits for it"
 
 
 @pytest.mark.case("K10")

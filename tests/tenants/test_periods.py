@@ -121,6 +121,7 @@ def _starts_of_days(zone: str, first: date, days: int) -> list[int]:
         (KOLKATA, date(2026, 3, 28), [24, 24, 24]),
         (LORD_HOWE, date(2026, 4, 4), [24, 24.5, 24]),
         ("Asia/Beirut", date(2025, 3, 29), [24, 23, 24]),  # its clocks change at midnight
+        ("Asia/Beirut", date(2024, 10, 25), [24, 25, 24]),  # and back to the day before
         ("UTC", date(2026, 3, 28), [24, 24, 24]),
     ],
 )

@@ -157,6 +157,8 @@ def test_an_empty_period_says_so_and_its_csv_is_a_header(data_dir: Path) -> None
     assert "no request ended in this period" in ok(data_dir, "usage", "report", *empty)
     text = ok(data_dir, "usage", "report", *empty, "--format", "csv")
     assert text.startswith("team,requests,ok,") and text.count("\r\n") == 1
+    (total,) = parsed(ok(data_dir, "usage", "report", *empty, "--by", "", "--format", "csv"))
+    assert (total["requests"], total["ttft_p50_seconds"]) == ("0", "")
     assert "nothing was served" in ok(data_dir, "fairness", "report", *empty)
 
 

@@ -164,13 +164,14 @@ def test_a_team_has_the_same_colour_in_every_figure() -> None:
     assert legend.items() >= {"support": "c0", "dev": "c1", "reports": "c2"}.items()
 
 
-def test_the_matrix_adds_up() -> None:
-    page = fairness(TEAMS)
+@pytest.mark.parametrize("teams", [TEAMS, [f"team-{i:02}" for i in range(20)]])
+def test_the_matrix_adds_up(teams: list[str]) -> None:
+    page = fairness(teams)
     table = page[page.index("<caption>Preemptions") :]
     body = re.findall(r"<tr><th[^>]*>([^<]+)</th>(.*?)</tr>", table[: table.index("</table>")])
     numbers = {name: [int(n.replace(",", "").replace("·", "0")) for n in re.findall(r">([\d,·]+)</td>", cells)]
                for name, cells in body if name != "causer ↓, victim →"}  # fmt: skip
-    total = sum(row["preemptions"] for row in make_report(TEAMS)["interference"])
+    total = sum(row["preemptions"] for row in make_report(teams)["interference"])
     suffered = numbers.pop("suffered")
     assert suffered == [sum(column) for column in zip(*numbers.values(), strict=True)]
     assert suffered[-1] == sum(suffered[:-1]) == total

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.admin_answers import json_response
 from gateway.admin_state import AdminState, query_of
 from gateway.errors import BadRequest
-from gateway.report_csv import write_csv
+from gateway.report_csv import write_usage_csv
 from tenants import reports, teams
 from tenants.periods import DEFAULT_TIME_ZONE, Period, parse_period
 
@@ -61,6 +61,6 @@ class ReportCalls:
 def _usage_csv(report: dict[str, Any]) -> Response:
     """The report's lines, without the total, so that a column may be summed; of a report by nothing the one total."""
     text = io.StringIO(newline="")
-    write_csv(text, [*report["by"], *report["total"]], report["data"] if report["by"] else [report["total"]])
+    write_usage_csv(text, report)
     headers = {"x-request-id": uuid4().hex, "cache-control": "no-store"}
     return Response(text.getvalue(), 200, headers, "text/csv; charset=utf-8; header=present")

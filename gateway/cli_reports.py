@@ -73,8 +73,13 @@ def usage_report(
 
         report = asyncio.run(read())
         from gateway import report_text
+        from gateway.report_csv import write_usage_csv
 
-        write = {"json": report_text.write_json, "csv": report_text.write_usage_csv, "table": report_text.write_usage}
+        write: dict[str, Callable[[dict[str, Any]], None]] = {
+            "json": report_text.write_json,
+            "csv": lambda report: write_usage_csv(sys.stdout, report),
+            "table": report_text.write_usage,
+        }
         _emit(out, lambda: write[output_format](report))
 
 

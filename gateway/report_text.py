@@ -1,11 +1,9 @@
 """Reports as text on stdout: JSON, CSV, and tables for a terminal."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.render import cell, print_json, print_table
-from gateway.report_csv import write_csv
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
@@ -17,15 +15,6 @@ Report = Mapping[str, Any]
 def write_json(report: Report) -> None:
     """One document with every key."""
     print_json(report)
-
-
-def write_usage_csv(report: Report) -> None:
-    """A header with the JSON document's keys and one line for each of its data rows, also when there is none.
-
-    There is no total line, so a column may be summed; the total is the one line of a report by nothing.
-    """
-    columns = [*report["by"], *report["total"]]
-    write_csv(sys.stdout, columns, report["data"] if report["by"] else [report["total"]])
 
 
 def write_usage(report: Report) -> None:

@@ -286,7 +286,7 @@ async def test_reports_take_a_time_zone_and_come_as_csv(state: AdminState, store
         assert answer.headers["content-type"].startswith("text/csv")
         lines = list(csv.DictReader(answer.text.splitlines()))
         assert [(line["day"], line["requests"]) for line in lines] == [("2026-05-28", "1"), ("2026-05-29", "1")]
-        assert list(lines[0]) == ["day", *report["total"]]
+        assert list(lines[0]) == ["day", *report["total"], "from", "to", "time_zone"]
         fairness = (await client.get(f"{V1}/reports/fairness", params={"tz": "Europe/Istanbul"})).json()
         assert fairness["time_zone"] == "Europe/Istanbul"
         for query, param in (("tz=Mars", "tz"), ("format=xml", "format")):

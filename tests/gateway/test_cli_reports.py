@@ -107,9 +107,10 @@ def test_csv_has_the_rows_and_the_keys_of_the_json(data_dir: Path, by: str) -> N
     text = ok(data_dir, "usage", "report", "--by", by, *DAY, "--format", "csv")
     rows = document["data"] if by else [document["total"]]
     assert text.count("\r\n") == len(rows) + 1
-    assert text.splitlines()[0].split(",") == list(rows[0])
+    period = {name: document[name] for name in ("from", "to", "time_zone")}
+    assert text.splitlines()[0].split(",") == [*rows[0], *period]
     for row, line in zip(rows, parsed(text), strict=True):
-        for name, value in row.items():
+        for name, value in {**row, **period}.items():
             shown = line[name].removeprefix("'") if isinstance(value, str) else line[name]
             assert shown == ("" if value is None else str(value)), name
 

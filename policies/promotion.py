@@ -266,8 +266,8 @@ def pause_bound_us(
     alpha, phi, rho and sigma are the team's and Phi the sum of weights in `table`; Theta + 2u is the width of the gate,
     w the longest step of one sequence, N = `num_ahead` those of the team that starved before it and have not run since,
     T_in = `upload_us` the time its blocks need to come back. A grant may cost the budget G + w, for its last step may
-    begin with the least part of it left. It bounds the pause, not the progress, and holds at one microsecond of work for a
-    microsecond of the device. 0: there is no bound, for promotion is off or the team may not keep one grant.
+    begin with the least part of it left. It bounds the pause, not the progress, and holds at one microsecond of work
+    for a microsecond of the device. 0: there is no bound, for promotion is off or the team may not keep one grant.
     Raises KeyError for a team that is not in the table.
     """
     by_id = {terms.team_id: terms for terms in table}

@@ -40,14 +40,15 @@ def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | Non
     return max(window, Fraction(config.quantum_cost_us, min(weights)))
 
 
-def lag_bound(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
-    """The most that D of two able teams differs after a step, at any number of slots: Theta + 2u; None is no bound.
+def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool = False) -> Fraction | None:
+    """The most that D of two able teams differs, at any number of slots: Theta + 2u; None is no bound.
 
-    Holds while blocks are not short. Where cost is not known beforehand the error of one estimate, times the slots,
-    over the least weight comes on top; so does what copies cost a team beyond its rows.
+    `is_short`: while sequences are refused for blocks it is Theta + 3u after a step, and 2 Theta + 4u at any moment,
+    for a team that could not run may turn able between steps. Where cost is not known beforehand the error of one
+    estimate, times the slots, over the least weight comes on top; so does what copies cost a team beyond its rows.
     """
     theta = gate_width(config, weights)
-    return None if theta is None else theta + 2 * step_width(config, weights)
+    return None if theta is None else (theta + 2 * step_width(config, weights)) * (1 + is_short)
 
 
 class TeamShare:
@@ -128,6 +129,7 @@ class LagMeter:
         self.step_max = 0  # u times scale
         self.num_refused = 0  # of all live sequences
         self._satisfied: list[TeamShare] = []  # in the latest step
+        self._was_short = False  # sequences have been refused, and not all teams are back in the band since
         self._virtual_time = 0  # times scale
         self._band: tuple[int, int] | None = None  # least and most lag of the able teams, while known
 
@@ -268,6 +270,8 @@ class LagMeter:
         self._band = None
         if self._satisfied:
             self._cut_the_satisfied(planned)
+        if self.num_refused or self._was_short:
+            self._cut_everybody()
         if self.num_refused:
             self._lift_the_unable()
 
@@ -331,6 +335,24 @@ class LagMeter:
         for team in satisfied:
             team.lag = min(team.lag, most)
         self._band = None
+
+    def _cut_everybody(self) -> None:
+        """Where sequences are refused, nobody's debt goes beyond the band.
+
+        A team that can run only some of its sequences is still entitled to its part, and falls behind without end while
+        the others use what it cannot. Had they to wait until it has caught up, they would be locked out for having kept
+        the device busy. At Theta + 3u, so that with those that are lifted below the band all are within 2 Theta + 4u.
+        """
+        self._was_short = self.num_refused > 0
+        if self.theta is None or not self.active:
+            return
+        width = self.theta + 2 * self.step_max
+        least = self.band()[0]
+        for team in self.active:
+            if team.lag > least + width:
+                self._was_short = True  # until all are back in the band that holds without refusals
+                team.lag = min(team.lag, least + width + self.step_max)
+                self._band = None
 
     def _lift_the_unable(self) -> None:
         """A team that cannot run falls behind without end, and would open the gate for everybody else."""

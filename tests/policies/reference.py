@@ -95,6 +95,7 @@ class Reference:
         self.V = Fraction(0)
         self.planned: list[Team] = []
         self.begun = 0
+        self.was_short = False
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         self.teams = {}
@@ -224,6 +225,12 @@ class Reference:
             most = min(team.D for team in self.able()) + self.theta + 2 * self.u
             for team_id in satisfied:
                 self.teams[team_id].D = Fraction(min(self.teams[team_id].D, most))
+        is_short = any(seq.refused for team in self.active() for seq in team.seqs)
+        if is_short or self.was_short:
+            band = min((team.D for team in self.able()), default=0) + self.theta + 2 * self.u
+            self.was_short = is_short or any(band < team.D for team in self.active())
+            for team in self.active():
+                team.D = Fraction(min(team.D, band + self.u))
         if any(team.able() for team in self.planned) and self.theta != math.inf:
             floor = min(team.D for team in self.able()) - self.theta - self.u
             for team in self.planned:

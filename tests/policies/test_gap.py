@@ -83,6 +83,58 @@ def test_the_gap_at_up_to_16_slots() -> None:
     assert max(over for over, _ in excess.values()) > 1, "the bound is not idle"
 
 
+def able_gap(driver: Driver) -> Fraction:
+    """Largest difference of D between able teams, or between all while none is able, in units."""
+    meter = driver.policy._meter
+    lags = [team.lag for team in meter.active if team.is_able] or [team.lag for team in meter.active]
+    return Fraction(max(lags) - min(lags), meter.scale) / driver.unit if lags else Fraction(0)
+
+
+@pytest.mark.case("I5")
+def test_the_gap_where_sequences_are_refused() -> None:
+    """Rooms that are shut at random: for each try, for a sequence for a while, or for a team for a while. Theta + 3u
+    after each step, and 2 Theta + 4u when all of a team's sequences fit again between two steps, or nobody is able.
+    """
+    widest = Fraction(0)
+    for seed in range(60):
+        driver, plain = crowded(seed)
+        u = Fraction(1, min(driver.weights.values()))
+        source = random.Random(seed)
+        chance, shut = source.choice([0.2, 0.5, 0.9]), source.choice([0.03, 0.2, 1.0])
+        per_team = source.choice([False, True])
+        is_open: dict[int, bool] = {}
+
+        def has_room(
+            job: Job,
+            source: random.Random = source,
+            chance: float = chance,
+            shut: float = shut,
+            per_team: bool = per_team,
+            is_open: dict[int, bool] = is_open,
+        ) -> bool:
+            key = job.team if per_team else id(job)
+            if key not in is_open or source.random() < shut:
+                is_open[key] = source.random() < chance
+            return is_open[key]
+
+        driver.has_room = has_room
+        for _ in range(200):
+            driver.step()
+            gap = able_gap(driver)
+            if any(team.is_able for team in driver.policy._meter.active):
+                widest = max(widest, (gap - (plain - 2 * u)) / u)
+                assert gap <= plain + u, f"seed {seed}"
+            assert gap <= 2 * plain, f"seed {seed}"
+            if source.randrange(10) == 0:
+                team = source.choice(list(driver.live.values())).team if driver.live else 0
+                for seq_id, job in driver.live.items():
+                    if job.team == team:
+                        driver.policy.fits_again(seq_id)
+                assert able_gap(driver) <= 2 * plain, f"seed {seed}"
+    print("largest gap after a step, as u over Theta:", float(widest))
+    assert widest == 3
+
+
 @pytest.mark.case("I5")
 def test_a_satisfied_team_is_not_locked_out_for_what_a_third_one_got() -> None:
     """16 slots. The light team is at the top of the band and asks for one slot of 16. A team of bursts takes what the

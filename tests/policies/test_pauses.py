@@ -128,7 +128,7 @@ crowds = st.builds(
 
 
 @pytest.mark.case("I7")
-@settings(EXACT, max_examples=80)
+@settings(EXACT, max_examples=40)
 @given(crowds)
 def test_promoted_work_stays_within_the_budget(crowd: Crowd) -> None:
     """In every window: at most sigma + rho * its length + one step."""
@@ -152,7 +152,7 @@ def test_promoted_work_stays_within_the_budget(crowd: Crowd) -> None:
 
 
 @pytest.mark.case("I8")
-@settings(EXACT, max_examples=80)
+@settings(EXACT, max_examples=40)
 @given(crowds)
 def test_no_pause_exceeds_its_bound(crowd: Crowd) -> None:
     for pause in pauses_of(crowd, 600):

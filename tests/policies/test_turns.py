@@ -22,7 +22,7 @@ def enst(driver: Driver, *seq_ids: int, slots: int = 2) -> list[tuple[int, float
 def four(d_team: int = A) -> tuple[Driver, int, int, int, int]:
     """O11's: a at level 0, b at 1, c and d at 2; at time 8, c starves in 9 units and d in 1."""
     weights = {A: 1} if d_team == A else {A: 1, B: 1}
-    settings = config((1, 2, 4), theta=0, promotion_percent=20, grant_us=UNIT)
+    settings = config((1, 2, 4), theta=0, u=6, promotion_percent=20, grant_us=UNIT)
     driver = Driver(settings, weights, slots=2, alpha=9)
     d = driver.add(d_team, 0, 9, level=2, label="d")
     driver.now = 8

@@ -1,8 +1,9 @@
 """CPU time of deciding: `schedule` + `apply` of one step, policy included, on a simulated engine.
 
-Default: 64 slots, 100 teams, 1,000 queued requests, kept at that by replacing each that ends. Two states are timed:
-`slots` (blocks are plenty, slots are what is short) and `blocks` (the KV pool is what is short, so waiting sequences
-are tried and refused in every step). For eg-mlfq each is timed with no team coasting and with every team coasting.
+Default: 64 slots, 100 teams, 1,000 queued requests, kept at that by replacing each that ends. Three states are timed:
+`slots` (blocks are plenty, slots are what is short; KV could be swapped), `blocks` (the KV pool is what is short and
+nothing is swapped, so waiting sequences are tried and refused in every step), and `memory` (the same pool with a host
+pool four times its size, swapping ahead of time). For eg-mlfq each is timed with no team coasting and with every team.
 
     python -m benchmarks.scheduler [--policy eg-mlfq] [--steps 2000] [--json]
 """
@@ -29,6 +30,8 @@ PROFILE = StepProfile(
 PROMPT_MAX, OUTPUT_MEAN, OUTPUT_MAX = 600, 250, 1500  # tokens of a request
 TOKENS_MAX = PROMPT_MAX + OUTPUT_MAX
 TOKENS_MEAN = 700  # reserved by a request: prompt and max_tokens
+BLOCK_COPY_US = 86.0  # 368,640 bytes at 4 GiB/s
+HOST_POOLS = 4  # the host pool is so many device pools
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Timing:
     queued: int
     steps: int
     rows_mean: float
+    copies_mean: float  # in a step
     p50_us: float
     p99_us: float
     schedule_p50_us: float
@@ -67,7 +71,8 @@ def measure(
     from policies.service import make_policy
 
     rng = random.Random(seed)
-    config = EngineConfig(kind="sim", policy=policy_name, max_batch_size=slots)
+    mode = "none" if short_of == "blocks" else "proactive"
+    config = EngineConfig(kind="sim", policy=policy_name, max_batch_size=slots, memory_preemption=mode)
     if short_of == "slots":
         num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # everybody fits
     else:
@@ -81,8 +86,16 @@ def measure(
     )
     policy = make_policy(policy_name, with_coasting(constants, is_coasting))
     clock = VirtualClock()
-    runner = SimRunner(PROFILE, clock)
-    scheduler = Scheduler(config, policy, PROFILE, max(num_blocks, TOKENS_MAX // config.block_size + 1))
+    runner = SimRunner(PROFILE, clock, block_copy_us=BLOCK_COPY_US)
+    num_blocks = max(num_blocks, TOKENS_MAX // config.block_size + 1)
+    scheduler = Scheduler(
+        config,
+        policy,
+        PROFILE,
+        num_blocks,
+        num_host_blocks=num_blocks * HOST_POOLS,
+        block_copy_us=BLOCK_COPY_US,
+    )
     policy.configure([TeamTerms(team, weight=(1, 2, 4)[team % 3], start_level=team % 3) for team in range(teams)], 0)
     if is_coasting:
         complete_one_each(policy, teams)
@@ -103,7 +116,7 @@ def measure(
     schedule_us: list[float] = []
     apply_us: list[float] = []
     durations: list[int] = []
-    rows = 0
+    rows = copies = 0
     for index in range(warmup + steps):
         refill()
         t0 = time.thread_time_ns()
@@ -119,6 +132,7 @@ def measure(
             apply_us.append((t3 - t2) / 1000)
             durations.append(result.duration_us)
             rows += len(plan.rows)
+            copies += len(plan.copies_out) + len(plan.copies_in)
     both = sorted(a + b for a, b in zip(schedule_us, apply_us, strict=True))
     return Timing(
         policy=policy_name,
@@ -129,6 +143,7 @@ def measure(
         queued=queued,
         steps=steps,
         rows_mean=round(rows / steps, 1),
+        copies_mean=round(copies / steps, 2),
         p50_us=round(both[len(both) // 2], 1),
         p99_us=round(both[len(both) * 99 // 100], 1),
         schedule_p50_us=round(sorted(schedule_us)[steps // 2], 1),
@@ -163,7 +178,7 @@ def main() -> None:
         )
         for name in arguments.policy or ["eg-mlfq", "fcfs"]
         for is_coasting in ((False, True) if name == "eg-mlfq" else (False,))
-        for short_of in ("slots", "blocks")
+        for short_of in ("slots", "blocks", "memory")
     ]
     if arguments.json:
         print(json.dumps([asdict(timing) for timing in timings], indent=2))
@@ -171,7 +186,7 @@ def main() -> None:
     for timing in timings:
         print(
             f"{timing.policy:8}{' coasting' if timing.is_coasting else '':9} short of {timing.short_of:6} "
-            f"{timing.rows_mean:5} rows: "
+            f"{timing.rows_mean:5} rows, {timing.copies_mean:5} copies: "
             f"p50 {timing.p50_us:7} us, p99 {timing.p99_us:7} us of CPU "
             f"(schedule {timing.schedule_p50_us}, apply {timing.apply_p50_us}; step {timing.modelled_step_p50_us})"
         )

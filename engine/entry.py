@@ -171,11 +171,10 @@ class Entry:
         if self.holder is sequence:
             self.holder = None
 
-    def refuse(self, policy: Policy, sequence: Sequence, num_wanted: int) -> None:
-        """It was refused for blocks, of which it wants `num_wanted` on the device."""
+    def refuse(self, policy: Policy, sequence: Sequence) -> None:
+        """It was refused for blocks."""
         self.is_short = True
         sequence.num_refusals += 1
-        sequence.num_wanted = num_wanted
         if not sequence.is_started:
             self._num_tried += 1
         if self.holder is None:

@@ -1,6 +1,6 @@
 """The KV memory as the swap planner sees it: plain values, made anew for each plan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from engine.blocks import blocks_for
 from engine.config import EngineConfig
@@ -11,22 +11,24 @@ from policies.cost import StepProfile
 
 RESERVE_STEPS = 4  # H of guard G4
 _PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
-_RESIDENT = (Status.RUNNING, Status.PAUSED)
+_NEARLY_FULL = 8  # less than one block in so many is free
 
 
 class MemoryView:
-    """Reads sequences and pools, and changes nothing. Owns only `half`, for whoever starts and fills sequences."""
+    """Reads sequences and pools, and changes nothing. Owns the lists that `engine.swapping` keeps up to date."""
 
     def __init__(
         self,
         config: EngineConfig,
         profile: StepProfile,
         memory: KVMemory,
-        sequences: Mapping[int, Sequence],
         planner: SwapPlanner,
     ) -> None:
         self.half: dict[int, Sequence] = {}  # started and not whole
-        self._memory, self._sequences, self._planner = memory, sequences, planner
+        self.resident: dict[int, Sequence] = {}  # KV on the device, and no copy in flight
+        self.away: dict[int, Sequence] = {}  # KV on the host, or on the way there or back, the longest away first
+        self.num_promised = 0  # missing blocks of the half-computed prompts on the device
+        self._memory, self._planner = memory, planner
         self._profile = profile
         self._block_size = config.block_size
 
@@ -35,20 +37,20 @@ class MemoryView:
         tokens = sequence.num_to_fill if sequence.is_half else sequence.num_computed + 1
         return min(sequence.num_blocks_max, max(len(sequence.table.host), blocks_for(tokens, self._block_size)))
 
-    def promised(self) -> int:
-        """Missing blocks of the half-computed prompts on the device."""
-        return sum(
-            blocks_for(one.num_to_fill, self._block_size) - len(one.table.blocks)
-            for one in self.half.values()
-            if one.table.blocks or one.status in _RESIDENT
-        )
+    def promise(self, sequence: Sequence) -> None:
+        """Note what the prompt of `sequence` still lacks on the device, if it is half computed and there."""
+        lacks = 0
+        if sequence.seq_id in self.half and sequence.seq_id in self.resident:
+            lacks = max(0, blocks_for(sequence.num_to_fill, self._block_size) - len(sequence.table.blocks))
+        self.num_promised += lacks - sequence.num_promised
+        sequence.num_promised = lacks
 
     def reserve(self, ran_last: Iterable[Sequence]) -> int:
         """G4: blocks that those now decoding take in the next steps."""
         size = self._block_size
         total = 0
         for one in ran_last:
-            if one.status in _RESIDENT and not one.is_half:
+            if one.seq_id in self.resident and not one.is_half:
                 ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
                 total += max(0, blocks_for(ahead, size) - len(one.table.blocks))
         return total
@@ -59,26 +61,42 @@ class MemoryView:
         return Pools(
             free=memory.device.num_free,
             incoming=memory.num_incoming,
-            promised=self.promised(),
+            promised=self.num_promised,
             reserve=reserve,
             host_free=memory.host.num_free,
             link_us=link_us,
         )
 
-    def sequences(self, num_steps: int) -> tuple[list[Resident], list[Away]]:
-        """All that are on the device, and all that are on the host, with no copy in flight."""
-        residents: list[Resident] = []
-        away: list[Away] = []
-        for one in self._sequences.values():
-            table = one.table
-            if one.status in _RESIDENT:
-                if table.blocks:
-                    residents.append(self._resident(one, num_steps))
-            elif one.status is Status.SWAPPED:
-                wanted = self.wanted_to_return(one)
-                team_id = one.request.team_id
-                away.append(Away(one.seq_id, team_id, len(table.host), wanted, not one.is_half, one.num_computed))
-        return residents, away
+    def frontier(self, first: Iterable[int], most: int) -> list[Sequence]:
+        """Those on the host that a plan looks at, `first` among them: at most `most`, and all when the host is nearly
+        full, for then the least computed of all may have to give way.
+        """
+        host = self._memory.host
+        if len(self.away) <= most or host.num_free * _NEARLY_FULL < host.num_blocks:
+            return list(self.away.values())
+        named = {seq_id: self.away[seq_id] for seq_id in first if seq_id in self.away}
+        for seq_id, one in self.away.items():
+            if len(named) >= most:
+                break
+            named[seq_id] = one
+        return list(named.values())
+
+    def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
+        """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
+        residents = [self._resident(one, num_steps) for one in self.resident.values()]
+        views = [
+            Away(
+                one.seq_id,
+                one.request.team_id,
+                len(one.table.host),
+                self.wanted_to_return(one),
+                not one.is_half,
+                one.num_computed,
+            )
+            for one in away
+            if one.status is Status.SWAPPED
+        ]
+        return residents, views
 
     def _resident(self, one: Sequence, num_steps: int) -> Resident:
         table = one.table

@@ -87,6 +87,7 @@ class Sequence:
     error: str = ""  # why, for the reason "error"
     num_claim: int = 0  # blocks it must be able to have to start (engine.entry)
     num_claimed: int = 0  # blocks it counts for while it is started
+    num_promised: int = 0  # blocks of its half-computed prompt that it does not have yet, while it is on the device
     num_wanted: int = 0  # device blocks it wanted when it was last refused
     replay_to: int = 0  # tokens that had KV when it was dropped: computed again, without sampling
     displaced_by: int | None = None  # the team that pays its way back, while it is away or replaying

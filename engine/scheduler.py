@@ -28,7 +28,6 @@ from engine.messages import FinishReason, TokenEvent
 from engine.plan import Row, StepPlan, StepResult
 from engine.promises import Promises
 from engine.request import Request, Sequence, Status
-from engine.swap_planner import Kind
 from engine.swapping import Copies, Swapping
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
@@ -396,14 +395,9 @@ class Scheduler:
         status = sequence.status
         if status is Status.SWAPPING_IN or status is Status.SWAPPING_OUT:
             return
-        num_wanted, kind = sequence.num_claim, Kind.START
-        if swaps is not None and sequence.is_started:
-            num_wanted, kind = missing, Kind.GROW
-            if status is Status.SWAPPED:
-                num_wanted, kind = swaps.view.wanted_to_return(sequence), Kind.UPLOAD
         if swaps is not None:
-            swaps.refused(sequence, kind, num_wanted)
-        entry.refuse(self.policy, sequence, num_wanted)
+            swaps.refused(sequence, missing)
+        entry.refuse(self.policy, sequence)
 
     def _change_slots(self, picked: list[Sequence]) -> None:
         """Give the picked their slots; whoever ran in the step before and is not among them has lost its own."""

@@ -27,6 +27,7 @@ from policies.sequences import Turn
 
 AIMD_UPLOADS = 32  # uploads over which G5 counts
 GAMMA_MAX = 64
+FAILURES_MAX = 8  # needs, other than growth, that no room is found for, before a plan gives up on those behind them
 LEAD_STEPS = 2  # an upload may start this many steps before it must
 
 
@@ -155,10 +156,11 @@ class SwapPlanner:
         """
         room = _Room(self, pools, residents, away, turns, over_served)
         asked = set()
+        num_failed = 0
         for need in sorted(needs, key=lambda need: need.seq_id != holder):
             asked.add(need.seq_id)
-            if need.seq_id not in room.gone:
-                self._serve(room, need, is_holder=need.seq_id == holder)
+            if need.seq_id not in room.gone and (num_failed < FAILURES_MAX or need.kind is Kind.GROW):
+                num_failed += not self._serve(room, need, is_holder=need.seq_id == holder)
         if self.mode != "proactive" or not self.can_swap:
             return room.moves
         for turn in turns:

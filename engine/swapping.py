@@ -22,6 +22,7 @@ from policies.cost import StepProfile
 from policies.policy import Policy
 
 COPY_DEADLINE_US = 30_000_000  # a copy that takes longer is lost
+_PLENTY = 4  # free blocks for each running sequence; above, the reserve is not looked at
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
 _RESIDENT = (Status.RUNNING, Status.PAUSED)
 
@@ -60,11 +61,10 @@ class Swapping:
             copy_us=self._link.copy_us,
             has_host=memory.host.num_blocks > 0,
         )
-        self.view = MemoryView(config, profile, memory, sequences, self._planner)
-        self.half = self.view.half  # started and not whole
+        self.view = MemoryView(config, profile, memory, self._planner)
+        self.half, self.away, self._resident = self.view.half, self.view.away, self.view.resident
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step
-        self.away: dict[int, Sequence] = {}  # on the host, or on the way there or back
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
@@ -74,10 +74,18 @@ class Swapping:
         self._step_us = 0
         self._now_us = 0
 
-    def refused(self, sequence: Sequence, kind: Kind, num_blocks: int) -> None:
-        """It was picked and lacks `num_blocks` device blocks."""
-        if len(self.needs) < 2 * self._slots:
+    def refused(self, sequence: Sequence, missing: int) -> None:
+        """It was picked and has no place: `missing` blocks to grow into, when it has KV on the device."""
+        if len(self.needs) < self._slots or sequence is self._entry.holder:
+            num_blocks, kind = sequence.num_claim, Kind.START
+            if missing:
+                num_blocks, kind = missing, Kind.GROW
+            elif sequence.status is Status.SWAPPED:
+                num_blocks, kind = self.view.wanted_to_return(sequence), Kind.UPLOAD
+            sequence.num_wanted = num_blocks
             self.needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
+        elif missing:
+            sequence.num_wanted = missing
         if sequence.status is not Status.WAITING:
             self.blocked[sequence.seq_id] = sequence
             self._entry.blocked_teams.add(sequence.request.team_id)
@@ -101,7 +109,9 @@ class Swapping:
         if not (needs or is_short or (self.away and self._mode == "proactive")):
             return copies
         holder = self._entry.holder
-        residents, away = self.view.sequences(num_steps)
+        residents, away = self.view.sequences(
+            self.view.frontier((need.seq_id for need in needs), 2 * self._slots), num_steps
+        )
         turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
@@ -123,7 +133,7 @@ class Swapping:
         if not needs:
             return None
         holder = self._entry.holder
-        residents, away = self.view.sequences(num_steps)
+        residents, away = self.view.sequences(self.away.values(), num_steps)
         turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
         moves = self._planner.force(
             self.view.pools(0, self._link.left_us(now_us)),
@@ -189,6 +199,7 @@ class Swapping:
         if not sequence.is_half:
             self._entry.filled(sequence)
             self.half.pop(sequence.seq_id, None)
+            self.view.promise(sequence)
             sequence.displaced_by = None
         return charge_us if is_replay else 0
 
@@ -203,6 +214,7 @@ class Swapping:
         self.grew[team_id] = self.grew.get(team_id, 0) + num_blocks
         if sequence.is_half:
             entry.kept -= num_blocks
+            self.view.promise(sequence)
 
     def land(self, policy: Policy, result: StepResult) -> None:
         """Copies are over: blocks come free, and sequences are where they were going. Between steps."""
@@ -231,6 +243,8 @@ class Swapping:
             sequence.move_to(Status.SWAPPED)
             return None
         del self.away[sequence.seq_id]
+        self._resident[sequence.seq_id] = sequence
+        self.view.promise(sequence)
         sequence.move_to(Status.PAUSED)
         sequence.min_run_left = self._planner.min_run_steps
         sequence.uploaded_step = next_step
@@ -261,19 +275,21 @@ class Swapping:
         """It takes its first step, or the first since its KV was dropped."""
         if sequence.status is Status.DROPPED:
             self.num_dropped -= 1
-        self.half[sequence.seq_id] = sequence
+        self.half[sequence.seq_id] = self._resident[sequence.seq_id] = sequence
+        self.view.promise(sequence)
 
     def left(self, sequence: Sequence) -> None:
         """It has ended; its status still says where it was."""
         seq_id = sequence.seq_id
         if sequence.status is Status.DROPPED:
             self.num_dropped -= 1
-        self.half.pop(seq_id, None)
-        self.away.pop(seq_id, None)
+        for group in (self.half, self.away, self._resident):
+            group.pop(seq_id, None)
+        self.view.promise(sequence)
         self.blocked.pop(seq_id, None)
         self._safe.pop(seq_id, None)
 
-    def begin_step(self, policy: Policy, ran_last: Iterable[Sequence]) -> None:
+    def begin_step(self, policy: Policy, ran_last: Collection[Sequence]) -> None:
         """Tell the policy who of the refused would fit now, and begin to note who is refused in this step."""
         entry = self._entry
         if entry.has_room_grown:
@@ -284,7 +300,9 @@ class Swapping:
                 ):
                     policy.fits_again(sequence.seq_id)
         entry.blocked_teams = {sequence.request.team_id for sequence in self.blocked.values()}
-        entry.kept = self.view.promised() + self.view.reserve(ran_last)
+        entry.kept = self.view.num_promised
+        if self._memory.device.num_free <= _PLENTY * len(ran_last):
+            entry.kept += self.view.reserve(ran_last)
         self.needs = []
         self.blocked = {}
         self.grew = {}
@@ -294,6 +312,10 @@ class Swapping:
         live = self._sequences.values()
         moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
         assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
+        there = [s for s in self.half.values() if s.seq_id in self._resident]
+        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.table.blocks)) for s in there)
+        assert self.view.num_promised == lacks == sum(s.num_promised for s in live)
+        assert self._resident.keys() == {s.seq_id for s in live if s.status in _RESIDENT}
         assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}
         assert self.num_dropped == sum(s.status is Status.DROPPED for s in live)
         half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.half.values())
@@ -310,12 +332,16 @@ class Swapping:
     def _unasked(self) -> list[Need]:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
         asked = {need.seq_id for need in self.needs}
-        kinds = {Status.DROPPED: Kind.START, Status.SWAPPED: Kind.UPLOAD}
-        return [
-            Need(one.seq_id, one.request.team_id, kinds.get(one.status, Kind.GROW), one.num_wanted)
-            for one in self.blocked.values()
-            if one.seq_id not in asked
-        ]
+        needs = []
+        for one in self.blocked.values():
+            num_blocks, kind = one.num_wanted, Kind.GROW
+            if one.status is Status.SWAPPED:
+                num_blocks, kind = self.view.wanted_to_return(one), Kind.UPLOAD
+            elif one.status is Status.DROPPED:
+                num_blocks, kind = one.num_claim, Kind.START
+            if one.seq_id not in asked:
+                needs.append(Need(one.seq_id, one.request.team_id, kind, num_blocks))
+        return needs
 
     def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
         for move in moves:
@@ -350,6 +376,8 @@ class Swapping:
         copy = self._memory.swap_out(sequence.seq_id, sequence.table, sequence.num_computed)
         sequence.move_to(Status.SWAPPING_OUT)
         self.away[sequence.seq_id] = sequence
+        del self._resident[sequence.seq_id]
+        self.view.promise(sequence)
         counts = self._bills.counts(cause.team_id, cause.victim_team)
         counts.swaps_out += 1
         if copy is None:
@@ -384,6 +412,8 @@ class Swapping:
     def _forget_kv(self, sequence: Sequence, cause: Cause) -> None:
         """Its KV is gone, wherever it was."""
         self.half.pop(sequence.seq_id, None)
+        self._resident.pop(sequence.seq_id, None)
+        self.view.promise(sequence)
         self._safe.pop(sequence.seq_id, None)
         self._entry.leave(sequence)
         sequence.move_to(Status.DROPPED)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,8 @@ def test_any_trace_ends_and_its_figures_add_up(trace: list[TraceRequest]) -> Non
         assert total["slowdown"]["p50"] >= 1 or len(trace) > 1
         assert sum(team["device_seconds"] for team in policy["teams"]) == pytest.approx(total["device_seconds"])
         assert sum(team["share"] for team in policy["teams"]) == pytest.approx(1.0, abs=1e-5)
-        assert sum(team["entitled_share"] for team in policy["teams"]) == pytest.approx(1.0, abs=1e-5)
+        # What copies cost a team that has left meanwhile is served to it, and nobody is entitled to it.
+        assert 0 < sum(team["entitled_share"] for team in policy["teams"]) <= 1 + 1e-5
         assert total["device_seconds"] <= policy["seconds"] + 1e-6
 
 
@@ -95,6 +97,25 @@ def test_the_control_fails_where_the_fair_policy_holds() -> None:
     assert fair < 3 and fcfs > 20
     speeds = [policy["output_tokens_per_second"] for policy in report["policies"]]
     assert speeds[0] > 0.95 * speeds[1]
+
+
+@pytest.mark.parametrize("mode", ["proactive", "reactive", "recompute", "none"])
+def test_short_of_kv_memory_the_report_says_what_it_cost(mode: str) -> None:
+    config = msgspec.structs.replace(CONFIG, memory_preemption=mode, prefill_chunk_tokens=16)
+    sizes = {"num_device_blocks": 30, "num_host_blocks": 60, "block_copy_us": 50.0}
+    report = simulate(flood(), ["eg-mlfq"], profile=PROFILE, config=config, **sizes)  # type: ignore[arg-type]
+    (policy,) = report["policies"]
+    total = policy["total"]
+    assert report["memory"]["preemption"] == mode and report["memory"]["num_device_blocks"] == 30
+    is_swapping = mode in ("proactive", "reactive")
+    assert (total["num_swaps"] > 0) == (policy["bytes_out"] > 0) == (policy["stall_seconds"] > 0) == is_swapping
+    assert policy["bytes_in"] <= policy["bytes_out"] + total["num_swaps"] * 30 * report["memory"]["block_bytes"]
+    assert (total["num_recomputes"] > 0) == (policy["replayed_tokens"] > 0)
+    assert total["num_recomputes"] > 0 or mode != "recompute"
+    assert total["overhead_device_seconds"] >= policy["stall_seconds"]
+    copied = (policy["bytes_out"] + policy["bytes_in"]) / report["memory"]["block_bytes"] * 50 / 1e6
+    assert policy["stall_seconds"] == pytest.approx(copied, abs=1e-5)
+    assert policy["output_tokens"] == sum(request.output_tokens for request in flood()) and total["num_refused"] == 0
 
 
 def test_tiers_reach_the_report_and_unknown_ones_are_refused() -> None:

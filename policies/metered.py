@@ -68,9 +68,12 @@ class MeteredPolicy:
         assert self._is_settled, "fits_again within a step"
         sequence = self._sequences[seq_id]
         if sequence.is_refused:
+            was_able = sequence.team.is_able
             sequence.is_refused = False
             sequence.team.num_refused -= 1
             self._meter.forget_refusal()
+            if not was_able:
+                self._meter.turn_able(sequence.team)
             if sequence.step == 0:
                 self._fresh[sequence] = None
 

@@ -43,9 +43,9 @@ def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | Non
 def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool = False) -> Fraction | None:
     """The most that D of two able teams differs, at any number of slots: Theta + 2u; None is no bound.
 
-    `is_short`: while sequences are refused for blocks it is Theta + 3u after a step, and 2 Theta + 4u at any moment,
-    for a team that could not run may turn able between steps. Where cost is not known beforehand the error of one
-    estimate, times the slots, over the least weight comes on top; so does what copies cost a team beyond its rows.
+    `is_short`: while sequences are refused for blocks it is twice that, 2 Theta + 4u. Where cost is not known
+    beforehand the error of one estimate, times the slots, over the least weight comes on top; so does what copies cost
+    a team beyond its rows.
     """
     theta = gate_width(config, weights)
     return None if theta is None else (theta + 2 * step_width(config, weights)) * (1 + is_short)
@@ -226,8 +226,8 @@ class LagMeter:
         """
         team.num_live += 1
         if team.num_live > 1:
-            if team.num_refused:
-                self._band = None  # the newcomer may make it able
+            if team.num_live == team.num_refused + 1:
+                self.turn_able(team)
             return
         team.was_active = True
         if not self.active:
@@ -255,6 +255,17 @@ class LagMeter:
         """One sequence less counts as refused; its team may have turned able by that."""
         self.num_refused -= 1
         self._band = None
+
+    def turn_able(self, team: TeamShare) -> None:
+        """Between steps, a sequence of a team that could not run may run: the team is not further behind than those
+        are who could, once a step is over.
+        """
+        self._band = None
+        if self.theta is None:
+            return
+        others = [other.lag for other in self.active if other.is_able and other is not team]
+        if others:
+            team.lag = max(team.lag, max(others) - 2 * (self.theta + 2 * self.step_max))
 
     # -- a step's bill -----------------------------------------------------------------------------------------------
 
@@ -341,7 +352,7 @@ class LagMeter:
 
         A team that can run only some of its sequences is still entitled to its part, and falls behind without end while
         the others use what it cannot. Had they to wait until it has caught up, they would be locked out for having kept
-        the device busy. At Theta + 3u, so that with those that are lifted below the band all are within 2 Theta + 4u.
+        the device busy. Twice the band, for the less is forgiven, the nearer to its share comes who lacks blocks.
         """
         self._was_short = self.num_refused > 0
         if self.theta is None or not self.active:
@@ -351,7 +362,7 @@ class LagMeter:
         for team in self.active:
             if team.lag > least + width:
                 self._was_short = True  # until all are back in the band that holds without refusals
-                team.lag = min(team.lag, least + width + self.step_max)
+                team.lag = min(team.lag, least + 2 * width)
                 self._band = None
 
     def _lift_the_unable(self) -> None:

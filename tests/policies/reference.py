@@ -134,6 +134,8 @@ class Reference:
         self.arrivals += 1
         seq = Seq(terms.seq_id, team, level, self.place, terms.prefill_work_us, next_work, self.arrivals)
         seq.last_service = now_us
+        if team.seqs and not team.able():
+            self.turn_able(team)
         team.seqs.append(seq)
         self.seqs[terms.seq_id] = seq
         return level
@@ -183,8 +185,15 @@ class Reference:
 
     def swapped_in(self, seq_id: int) -> None:
         seq = self.seqs[seq_id]
+        if not seq.team.able():
+            self.turn_able(seq.team)
         seq.refused = False
         seq.min_run_left = self.config.min_run_steps
+
+    def turn_able(self, team: Team) -> None:
+        others = [other.D for other in self.active() if other.able()]
+        if others and self.theta != math.inf:
+            team.D = Fraction(max(team.D, max(others) - 2 * (self.theta + 2 * self.u)))
 
     def take(self, seq_id: int, work_us: int) -> None:
         seq = self.seqs[seq_id]
@@ -230,7 +239,7 @@ class Reference:
             band = min((team.D for team in self.able()), default=0) + self.theta + 2 * self.u
             self.was_short = is_short or any(band < team.D for team in self.active())
             for team in self.active():
-                team.D = Fraction(min(team.D, band + self.u))
+                team.D = Fraction(min(team.D, band + self.theta + 2 * self.u))
         if any(team.able() for team in self.planned) and self.theta != math.inf:
             floor = min(team.D for team in self.able()) - self.theta - self.u
             for team in self.planned:

@@ -6,6 +6,7 @@ from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
+from engine.promises import Promises
 from engine.scheduler import Scheduler
 from engine.sim.runner import SimRunner
 from policies.cost import StepProfile
@@ -129,6 +130,7 @@ class Engine:
         context_len: int = 1024,
         eos: tuple[int, ...] = (),
         teams: tuple[TeamEntry, ...] = (),
+        promises: Promises | None = None,
         **settings: int | str,
     ) -> None:
         self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
@@ -142,6 +144,7 @@ class Engine:
             eos_token_ids=eos,
             num_host_blocks=host_blocks,
             block_copy_us=block_copy_us,
+            promises=promises,
         )
         self.runner = runner or SimRunner(profile, self.clock, block_copy_us=block_copy_us)
         model = ModelInfo(

@@ -1,8 +1,13 @@
 """Running totals in, deltas of an interval out."""
 
+from engine.messages import ConfigureTeams, TeamEntry
+from engine.promises import Promises
 from engine.samples import INTERVAL_US, LOOK_US, ServiceSampler
-from policies.sequences import TeamService
-from tests.engine.support import ArrivalOrder
+from policies.config import PolicyConfig
+from policies.eg_mlfq import EgMlfq
+from policies.promotion import pause_bound_us
+from policies.sequences import TeamService, TeamTerms
+from tests.engine.support import ArrivalOrder, Engine, submit, team
 
 
 class Totals(ArrivalOrder):
@@ -74,3 +79,64 @@ def test_idleness_belongs_to_no_interval() -> None:
     policy.totals = [service(1, 7)]
     samples = sampler.take(51 * INTERVAL_US)
     assert samples is not None and samples.interval_ms == 1000 and samples.teams[0].served_us == 7
+
+
+def test_samples_tell_of_swaps_pauses_bounds_and_who_cost_whom_what() -> None:
+    constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
+    engine = Engine(
+        blocks=6,
+        host_blocks=6,
+        block_copy_us=100.0,
+        policy=EgMlfq(constants),
+        block_size=4,
+        max_batch_size=2,
+        teams=(team(0, weight=3), team(1)),
+        promises=Promises(constants, 600),
+    )
+    sampler = ServiceSampler(engine.policy, 0, engine.scheduler, block_bytes=1024)
+    for team_id in (0, 1):
+        engine.core.add(submit(f"r{team_id}", team_id=team_id, prompt=8, output=12))
+    done = engine.run()
+    samples = sampler.take(INTERVAL_US)
+    assert samples is not None
+    copied_us = sum(message.duration_us for message in done if not message.num_running)
+    finished = {f.request_id: f for message in done for f in message.finished}
+    assert samples.stall_us >= copied_us > 0 and samples.replayed_tokens == 0
+    assert sum(pair.billed_us for pair in samples.interference) == samples.stall_us
+    assert sum(pair.swaps_out for pair in samples.interference) == sum(f.num_swaps for f in finished.values()) > 0
+    assert sum(pair.preemptions for pair in samples.interference) == sum(f.num_preemptions for f in finished.values())
+    by_team = {sample.team_id: sample for sample in samples.teams}
+    for team_id, sample in by_team.items():
+        pairs = [pair for pair in samples.interference if pair.victim_id == team_id]
+        assert sample.bytes_swapped_out == sum(pair.bytes_out for pair in pairs)
+        assert sample.bytes_swapped_in == sum(pair.bytes_in for pair in pairs)
+        assert sample.bytes_swapped_out % 1024 == 0
+        assert sample.longest_pause_us == finished[f"r{team_id}"].longest_pause_us
+        terms = [TeamTerms(0, 3), TeamTerms(1, 1)]
+        assert sample.pause_bound_us == pause_bound_us(constants, terms, team_id, sample.waiting, 600)
+    assert sum(sample.bytes_swapped_out for sample in by_team.values()) > 0
+    assert sum(sample.overhead_us for sample in by_team.values()) == samples.stall_us
+    assert sum(sample.served_us for sample in by_team.values()) == sum(message.duration_us for message in done)
+    assert samples.lag_bound_us == 2 * (2500 + 2 * 1000), "blocks were short: twice Theta + 2u"
+    assert sampler.take(2 * INTERVAL_US) is None, "deltas, and nothing is told twice"
+
+
+def test_a_pause_bound_is_kept_from_the_moment_a_request_starves() -> None:
+    constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
+    terms = TeamTerms(0, starving_after_us=5000)
+    engine = Engine(
+        policy=EgMlfq(constants), max_batch_size=1, teams=(), promises=Promises(constants, 0), block_size=16
+    )
+    engine.core.configure(
+        ConfigureTeams(
+            teams=(TeamEntry(team_id=0, weight=1, start_level=0, starving_after_us=5000, promotion_burst_grants=4),)
+        )
+    )
+    for index in range(4):
+        engine.core.add(submit(f"r{index}", prompt=1, output=9))
+    finished = {f.request_id: f for message in engine.run() for f in message.finished}
+    bounds = {pause_bound_us(constants, [terms], 0, ahead, 0) for ahead in range(1, 5)}
+    starved = [f for f in finished.values() if f.pause_bound_us]
+    assert len(starved) >= 2 and all(f.pause_bound_us in bounds for f in starved)
+    assert all(f.longest_pause_us >= 5000 for f in starved)
+    assert all(f.longest_pause_us <= 5000 + 1000 for f in finished.values() if not f.pause_bound_us)

@@ -12,7 +12,8 @@ from engine.request import Request, Sequence, Status
 from engine.scheduler import Scheduler, StepOutcome
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
-from engine.swapping import COPY_DEADLINE_US
+from engine.swap_planner import Move
+from engine.swapping import COPY_DEADLINE_US, Copies
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import TeamTerms
@@ -372,6 +373,43 @@ def half_prompts(device: int, prompts: tuple[int, ...]) -> tuple[Bench, Sequence
         bench.step(), bench.step()
     bench.policy.order = [grower.seq_id]
     return bench, grower, half
+
+
+@pytest.mark.case("K09")
+def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() -> None:
+    bench, _first, second = dropped_pair()
+    at = second.replay_to
+    while second.num_computed != 8:
+        bench.step()
+    copies, swaps = Copies(), bench.scheduler._swaps
+    assert swaps is not None and second.is_half
+    second.move_to(Status.PAUSED)
+    swaps._carry_out([Move("out", second.seq_id, 0)], copies, bench.scheduler.num_steps)
+    bench.step(done=(), failed=[copies.out[0].copy_id])
+    assert (second.status, second.num_computed, second.replay_to) == (Status.DROPPED, 0, at)
+    starts = []
+    while bench.scheduler.num_live:
+        starts += [(row.start, row.samples) for row in bench.step().rows if row.seq_id == second.seq_id]
+    assert starts[:3] == [(0, False), (8, False), (at, True)] and len(second.output_token_ids) == 12
+
+
+def test_the_planner_is_shown_what_a_move_would_copy() -> None:
+    bench, _first, second = swapped_pair()
+    bench.until(second, Status.PAUSED)
+    swaps = bench.scheduler._swaps
+    assert swaps is not None
+
+    def view() -> tuple[int, int, int, int]:
+        (one,), away = swaps.view.sequences((), bench.scheduler.num_steps)
+        assert away == [] and one.seq_id == second.seq_id
+        return one.num_blocks, one.num_dirty, one.num_host, one.num_spare
+
+    held = len(second.table.blocks)
+    assert second.num_computed == 12 and view() == (4, 0, 3, 1), "a block more for its next token"
+    bench.step()
+    assert view() == (held, 1, 3, 0), "full blocks stay clean, the new one is not on the host"
+    bench.step()
+    assert view() == (held, 1, 3, 0)
 
 
 @pytest.mark.case("K09")

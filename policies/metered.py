@@ -190,10 +190,9 @@ class MeteredPolicy:
         team.levels.remove(sequence)
         self._promotions.forget(sequence)
         self._fresh.pop(sequence, None)
-        if sequence.step:
+        if sequence.step:  # before the first step that number is 0, as is that of one never taken
             team.num_started -= 1
-        if sequence.step == self._step:
-            team.num_taken -= 1
+            team.num_taken -= sequence.step == self._step
         if sequence.is_refused:
             team.num_refused -= 1
             self._meter.num_refused -= 1

@@ -11,6 +11,7 @@ from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.shares import LagMeter
+from tests.policies.driver import Driver, config
 
 
 def meter(**settings: object) -> LagMeter:
@@ -204,3 +205,16 @@ def test_a_chunk_cut_short_still_demands_a_whole_one() -> None:
 
     step((0, 10, False))
     assert step((10, 200, True), (11, 200, True)) == 300
+
+
+def test_who_leaves_before_the_very_first_step_takes_nothing_with_it() -> None:
+    """The first step's number is 1, and 0 is that of one never taken: such a one was counted as out of step 0."""
+    driver = Driver(config((1, 2), theta=0), {0: 1, 1: 1})
+    gone = driver.add(0, 0, 50)
+    driver.add(0, 0, 50)
+    driver.add(1, 0, 50)
+    driver.abort(gone)
+    for _ in range(20):
+        driver.step()
+    assert driver.served() == {0: 10, 1: 10}
+    assert driver.max_gap <= 2

@@ -66,6 +66,7 @@ def _largest(outcomes: Sequence[Outcome], key: Callable[[Outcome], float]) -> di
         "gap_us": round(worst.gap_us),
         "theta_us": round(worst.theta_us),
         "u_us": round(worst.step_us),
+        "row_and_overhead_us": round(worst.largest_us),
         "error_us": round(worst.error_us),
         "gap_less_theta_in_u": round(worst.excess_in_steps, 2),
     }

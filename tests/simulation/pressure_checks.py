@@ -7,7 +7,6 @@ against the measured time, lags are the policy's own exact ones.
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from engine.blocks import blocks_for
@@ -17,6 +16,7 @@ from engine.messages import StepDone
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Sequence as BatchSequence
 from engine.request import Status
+from engine.scheduler import Scheduler
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import Overhead, Served
@@ -38,12 +38,12 @@ class Outcome:
     steps: int = 0
     is_floored: bool = False  # the largest request alone needs more than a quarter of the demand
     violations: dict[str, tuple[int, str]] = field(default_factory=dict)
-    gap_us: float = 0.0  # of the step whose gap was the largest part of the bound; so are the next four
+    gap_us: float = 0.0  # of the step whose gap was the largest part of the bound; so are the next three
     theta_us: float = 0.0
     step_us: float = 0.0  # u
-    error_us: float = 0.0  # the largest error of what a team's picks would cost, over its weight
     gap_of_bound: float = 0.0
-    gap_of_plain_bound: float = 0.0  # the same with Theta + 2u
+    error_us: float = 0.0  # the largest error of what a team's picks would cost, over its weight
+    largest_us: float = 0.0  # the most that one sequence's row and its team's overheads cost in one step
     lockout_of_bound: float = 0.0
     rowless_steps: int = 0  # the most in a row
     swaps: int = 0
@@ -68,17 +68,20 @@ class Outcome:
 class WatchedPolicy(EgMlfq):
     """The policy, and who was able and how far ahead after each step."""
 
-    def __init__(self, config: PolicyConfig, outcome: Outcome, step_of: Callable[[], int]) -> None:
+    def __init__(self, config: PolicyConfig, outcome: Outcome, scheduler: Callable[[], Scheduler]) -> None:
         super().__init__(config)
         self._outcome = outcome
-        self._step_of = step_of
+        self._scheduler = scheduler
+        self.holder: int | None = None  # of the reservation, when picking began
         self.landed: dict[int, int] = {}  # when the latest upload of a sequence ended: how many steps had been planned
-        self._largest_us = config.step_cost_max_us  # one sequence's cost in one step, and what its team is billed
-        self._error = Fraction(0)
-        self._dry_us: dict[int, int] = {}  # device time a team had no row for, while it was able
+        self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
+
+    def begin(self, now_us: int) -> None:
+        self.holder = self._scheduler().reserved_for
+        super().begin(now_us)
 
     def swapped_in(self, seq_id: int) -> None:
-        self.landed[seq_id] = self._step_of()
+        self.landed[seq_id] = self._scheduler().num_steps
         super().swapped_in(seq_id)
 
     def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
@@ -88,55 +91,51 @@ class WatchedPolicy(EgMlfq):
             costs[team_id] = costs.get(team_id, 0) + row.cost_us
         expected = {team.team_id: (team.provisional // team.unit, team.weight) for team in self._taken}
         for team_id, (expected_us, weight) in expected.items():
-            self._error = max(self._error, Fraction(abs(costs.get(team_id, 0) - expected_us), weight))
+            self._outcome.error_us = max(self._outcome.error_us, abs(costs.get(team_id, 0) - expected_us) / weight)
         row_us = max((row.cost_us for row in served), default=0)
         billed_us = max((overhead.cost_us for overhead in overheads), default=0)
-        self._largest_us = max(self._largest_us, row_us + billed_us)
+        self._outcome.largest_us = max(self._outcome.largest_us, row_us + billed_us)
         super().settle(served, now_us, overheads)
-        total_us = sum(costs.values()) + sum(overhead.cost_us for overhead in overheads)
-        self._look_at_lags(total_us, costs)
+        self._look_at_lags(costs)
 
-    def _look_at_lags(self, total_us: int, costs: dict[int, int]) -> None:
+    def _look_at_lags(self, costs: dict[int, int]) -> None:
         meter, outcome = self._meter, self._outcome
         able = [team for team in meter.active if team.is_able]
-        weights = [team.weight for team in meter.teams.values()]
+        weights = sum(team.weight for team in meter.teams.values())
         assert meter.theta is not None
-        theta = Fraction(meter.theta, meter.scale)
-        step = Fraction(self._largest_us, min(weights))
-        bound = 2 * theta + 4 * step + self._error
+        bound = 2 * meter.theta + 4 * meter.step_max  # times scale
         if len(able) > 1:
             lags = [team.lag for team in able]
-            gap = Fraction(max(lags) - min(lags), meter.scale)
-            part = float(gap / bound)
-            if part > outcome.gap_of_bound:
-                outcome.gap_of_bound = part
-                outcome.gap_us, outcome.theta_us, outcome.step_us = float(gap), float(theta), float(step)
-                outcome.error_us = float(self._error)
-            outcome.gap_of_plain_bound = max(outcome.gap_of_plain_bound, float(gap / (theta + 2 * step + self._error)))
+            gap = max(lags) - min(lags)
+            if gap / bound > outcome.gap_of_bound:
+                outcome.gap_of_bound = gap / bound
+                outcome.gap_us, outcome.theta_us, outcome.step_us = (
+                    value / meter.scale for value in (gap, meter.theta, meter.step_max)
+                )
             if gap > bound:
-                outcome.violate("I5", f"step {self._step_of()}: gap {float(gap):.0f} of {float(bound):.0f} us")
-        dry = self._dry_us
+                text = f"gap {gap / meter.scale:.0f} of {bound / meter.scale:.0f} us"
+                outcome.violate("I5", f"step {self._scheduler().num_steps}: {text}")
+        dry, rows_us = self._dry_us, sum(costs.values())
         self._dry_us = {
-            team.team_id: dry.get(team.team_id, 0) + total_us for team in able if not costs.get(team.team_id)
+            team.team_id: dry.get(team.team_id, 0) + rows_us for team in able if not costs.get(team.team_id)
         }
         longest_us = max(self._dry_us.values(), default=0)
-        part = float(longest_us / (bound * sum(weights)))
+        part = longest_us * meter.scale / (bound * weights)
         outcome.lockout_of_bound = max(outcome.lockout_of_bound, part)
         if part > 1:
-            outcome.violate("O17b", f"step {self._step_of()}: an able team had no row for {longest_us} us")
+            outcome.violate("O17b", f"step {self._scheduler().num_steps}: an able team had no row for {longest_us} us")
 
 
 class ShadowRunner:
     """Holds each plan against what its blocks really contain, then runs it; knows both memories block by block."""
 
-    def __init__(self, inner: Runner, rig: Rig, outcome: Outcome) -> None:
-        self._inner, self._rig, self._outcome = inner, rig, outcome
+    def __init__(self, inner: Runner, rig: Rig, policy: WatchedPolicy, outcome: Outcome) -> None:
+        self._inner, self._rig, self._policy, self._outcome = inner, rig, policy, outcome
         self._size = rig.scenario.block_size
         self._memory: tuple[dict[int, Content], dict[int, Content]] = ({}, {})  # device, host
         self._flights: dict[int, tuple[BlockCopy, bool, list[Content | None]]] = {}
         self._busy: tuple[set[int], set[int]] = (set(), set())
         self._positions: dict[tuple[int, int], int] = {}
-        self._holder: int | None = None  # of the reservation, in the step before
         self.late: Sequence[str] = ()  # whom to abort within the step
         self.plan: StepPlan | None = None
         self.result: StepResult | None = None
@@ -229,14 +228,13 @@ class ShadowRunner:
             if list(row.token_ids) != known or row.num_generated != len(output):
                 self._violate("I12", f"sequence {seq_id} is fed other tokens than it has")
         self._check_work_conservation(plan, tokens, {row.seq_id for row in plan.rows})
-        self._holder = self._rig.scheduler.reserved_for
 
     def _check_work_conservation(self, plan: StepPlan, tokens: int, ran: set[int]) -> None:
         scenario, scheduler = self._rig.scenario, self._rig.scheduler
         if len(plan.rows) == scenario.slots or tokens == scenario.budget:
             return
         free = scheduler.pool.num_free
-        has_holder_changed = scheduler.reserved_for != self._holder  # then some were tried beside another one
+        has_holder_changed = scheduler.reserved_for != self._policy.holder  # then some were tried beside another one
         for sequence in scheduler.sequences.values():
             if sequence.seq_id in ran:
                 continue
@@ -413,9 +411,9 @@ def run(seed: int, scenario: Scenario | None = None) -> Outcome:
     device_blocks, host_blocks = pools(scenario, demand)
     outcome = Outcome(seed, scenario.mode, scenario.is_exact)
     outcome.is_floored = device_blocks == scenario.least_blocks
-    policy = WatchedPolicy(scenario.constants(), outcome, lambda: rig.scheduler.num_steps)
+    policy = WatchedPolicy(scenario.constants(), outcome, lambda: rig.scheduler)
     rig = Rig(scenario, policy, mode=scenario.mode, device_blocks=device_blocks, host_blocks=host_blocks)
-    runner = ShadowRunner(rig.core._runner, rig, outcome)
+    runner = ShadowRunner(rig.core._runner, rig, policy, outcome)
     rig.core._runner = runner
     moves = MoveChecks(rig, policy, outcome)
     books = Books(rig, outcome, tokens)

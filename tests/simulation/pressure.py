@@ -25,6 +25,7 @@ from policies.eg_mlfq import EgMlfq
 
 DEVICE_PERCENT, HOST_PERCENT = 25, 10  # of the demand
 CONTEXT_LEN = 96
+DRAWS_MAX = 8
 STEPS_MAX = 20_000  # a run that takes longer has come to a standstill
 PROFILE = StepProfile(
     fixed_us=300.0, prefill_token_us=40.0, prefill_attention_us=0.5, decode_row_us=90.0, decode_context_us=0.7
@@ -129,9 +130,21 @@ class Scenario:
         )
 
 
-def scenario_of(seed: int) -> Scenario:
-    """The scenario of a seed: 2 to 6 teams, bursts, Poisson arrivals and closed loops, 30 to 95 requests."""
-    rng = random.Random(f"pressure {seed}")
+def scenario_of(seed: int) -> tuple[Scenario, int, dict[str, list[int]]]:
+    """The scenario of a seed, its demand, and each request's tokens.
+
+    Drawn again while the largest request alone needs more than a quarter of the demand, so that pools are really small.
+    """
+    for attempt in range(DRAWS_MAX):
+        scenario = _draw(random.Random(f"pressure {seed} {attempt}"), seed)
+        demand, tokens = unconstrained(scenario)
+        if demand * DEVICE_PERCENT >= scenario.least_blocks * 100:
+            break
+    return scenario, demand, tokens
+
+
+def _draw(rng: random.Random, seed: int) -> Scenario:
+    """2 to 6 teams, bursts, Poisson arrivals and closed loops, 30 to 95 requests."""
     teams = rng.randint(2, 6)
     is_patient = rng.random() < 0.5
     scenario = Scenario(
@@ -142,11 +155,11 @@ def scenario_of(seed: int) -> Scenario:
         starving_after_us=tuple(rng.choice((3_000, 10_000, 50_000, 1_000_000)) for _ in range(teams)),
         burst_grants=tuple(rng.randint(0, 4) for _ in range(teams)),
         promotion_percent=0 if rng.random() < 0.3 else rng.choice((5, 20, 60)),
-        levels=rng.choice((1, 2, 4, 4, 4, 6)),
+        levels=rng.choice((1, 2, 4, 4, 6, 6)),
         fairness_window_us=rng.choice((0, 2_000, 10_000, 60_000)),
         coast=rng.random() < 0.5,
         mode=rng.choice(MODES),
-        slots=rng.choice((1, 2, 3, 4, 6, 8, 8, 12, 16)),
+        slots=rng.choice((1, 2, 3, 4, 6, 8, 8, 12, 16, 16)),
         budget=rng.choice((16, 24, 48, 96)),
         chunk=rng.choice((4, 8, 16, 32)),
         block_size=rng.choice((2, 4, 8, 16)),
@@ -161,13 +174,12 @@ def scenario_of(seed: int) -> Scenario:
     if not scenario.max_delay:
         scenario = replace(scenario, lose_one_in=0)
     serial = iter(range(1 << 30))
-    prompt_max, output_max = rng.choice(
-        ((16, 12), (24, 24), (40, 24), (60, 36))
-    )  # so that one alone rarely fills a pool
+    sizes = ((12, 10), (20, 16), (32, 24), (60, 36)) if scenario.slots > 4 else ((8, 12), (16, 16))
+    prompt_max, output_max = rng.choice(sizes)
 
     def call(team_id: int) -> Call:
         number = next(serial)
-        prompt = rng.choice((rng.randint(1, 8), rng.randint(4, prompt_max), rng.randint(prompt_max // 2, prompt_max)))
+        prompt = rng.choice((rng.randint(1, 6), rng.randint(4, prompt_max), rng.randint(prompt_max // 2, prompt_max)))
         return Call(
             name=f"r{number}",
             team_id=team_id,

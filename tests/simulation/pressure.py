@@ -164,10 +164,10 @@ def _draw(rng: random.Random, seed: int) -> Scenario:
         chunk=rng.choice((4, 8, 16, 32)),
         block_size=rng.choice((2, 4, 8, 16)),
         min_run_steps=rng.choice((0, 1, 4, 8)),
-        benefit=rng.choice((1, 2, 4)),
+        benefit=rng.choice((0, 1, 2)),
         link_percent=rng.choice((20, 60, 100)),
-        block_copy_us=rng.choice((0.0, 2.0, 30.0, 30.0, 300.0, 3_000.0)),
-        max_delay=rng.choice((0, 0, 2, 5)),
+        block_copy_us=rng.choice((0.0, 2.0, 30.0, 300.0, 1_000.0, 5_000.0)),
+        max_delay=rng.choice((0, 2, 5, 5)),
         lose_one_in=rng.choice((0, 0, 0, 25)),
         chains=(),
     )

@@ -55,6 +55,7 @@ class DelayedCopies:
         self._due = {copy_id: steps - 1 for copy_id, steps in self._due.items()}
         failed = [copy_id for copy_id in over if copy_id in self._lost]
         done = [copy_id for copy_id in over if copy_id not in self._lost]
+        self._lost.difference_update(failed)
         return StepResult(
             result.step_id,
             result.duration_us,

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
 from engine.plan import BlockCopy, StepPlan
+from engine.promises import Promises
 from engine.scheduler import Scheduler
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
@@ -297,6 +298,7 @@ class Rig:
             device_blocks,
             num_host_blocks=host_blocks,
             block_copy_us=scenario.block_copy_us,
+            promises=Promises(policy._config, round(scenario.block_copy_us * CONTEXT_LEN)),
         )
         model = ModelInfo(
             name="sim", path="", vocab_size=256, context_len=CONTEXT_LEN, eos_token_ids=(), dtype="", device=""

@@ -3,7 +3,6 @@
 Nothing here measures time; each wait is for an event, and a watchdog of the test run ends what never comes.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -18,118 +17,14 @@ from typing import Any
 
 import pytest
 
-from engine.framing import FrameDecoder, encode
+from engine.framing import encode
 from engine.messages import (
-    Abort,
-    ConfigureTeams,
-    FromEngine,
-    Hello,
     Refused,
     ServiceSamples,
     StepDone,
-    Submit,
 )
-from tests.engine.support import submit, team
-
-TEAMS = ConfigureTeams(teams=(team(1), team(2)))
-END_SECONDS = 20  # how long the end of a process is waited for before the test fails
-
-
-class Gateway:
-    """A gateway's end of the socket, as small as can be."""
-
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(END_SECONDS)
-        self.socket.connect(os.fspath(path))
-        self._frames: FrameDecoder[Any] = FrameDecoder(FromEngine)
-        self._ready: list[Any] = []
-
-    def send(self, *messages: ConfigureTeams | Submit | Abort) -> None:
-        self.socket.sendall(b"".join(encode(message) for message in messages))
-
-    def receive(self) -> Any:
-        while not self._ready:
-            data = self.socket.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self._ready += self._frames.feed(data)
-        return self._ready.pop(0)
-
-    def until(self, wanted: Callable[[Any], bool]) -> list[Any]:
-        got = []
-        while not got or not wanted(got[-1]):
-            got.append(self.receive())
-        return got
-
-    def hello(self) -> Hello:
-        message = self.receive()
-        assert isinstance(message, Hello)
-        self.send(TEAMS)
-        return message
-
-    def run(self, message: Submit) -> list[Any]:
-        self.send(message)
-        return self.until(lambda m: message.request_id in ended([m]))
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def ended(messages: list[Any]) -> dict[str, str]:
-    steps = [m for m in messages if isinstance(m, StepDone)]
-    return {finished.request_id: finished.reason for step in steps for finished in step.finished}
-
-
-class Process:
-    """One engine process of kind sim on the tiny model; ended with the test."""
-
-    def __init__(self, path: Path, cache: Path, *, parent_stdin: bool = True, **config: object) -> None:
-        self.path = path
-        self._gateways: list[Gateway] = []
-        document = json.dumps({"kind": "sim", "model": "tiny-random", "kv_memory_bytes": 1 << 24, **config})
-        command = [sys.executable, "-m", "engine.service", "--socket", str(path), "--config", document]
-        self.process = subprocess.Popen(
-            [*command, *(["--parent-stdin"] if parent_stdin else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "TERAZI_CACHE_DIR": str(cache)},
-        )
-
-    def connect(self) -> Gateway:
-        self._gateways.append(Gateway(self.path))
-        return self._gateways[-1]
-
-    def listening(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(f"did not start: {self.stderr()}")
-        event: dict[str, Any] = json.loads(line)
-        assert event["event"] == "listening"
-        return event
-
-    def stderr(self) -> str:
-        assert self.process.stderr is not None
-        return self.process.stderr.read().decode()
-
-    def end(self) -> int:
-        """Close its stdin, as the end of its parent does, and wait."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self.process.wait(END_SECONDS)
-
-    def cleanup(self) -> None:
-        for gateway in self._gateways:
-            gateway.close()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+from tests.engine.engine_process import END_SECONDS, Process, ended
+from tests.engine.support import submit
 
 
 @pytest.fixture(scope="session")
@@ -272,7 +167,9 @@ def test_requests_of_a_lost_gateway_are_aborted_and_the_next_one_finds_an_empty_
 def test_a_killed_gateway_process_is_noticed(engine: Process, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from tests.engine.test_service_process import Gateway, StepDone, submit\n"
+        "from engine.messages import StepDone\n"
+        "from tests.engine.engine_process import Gateway\n"
+        "from tests.engine.support import submit\n"
         f"g = Gateway(Path({str(engine.path)!r})); g.hello()\n"
         "g.send(submit('a', team_id=1, output=2000)); g.until(lambda m: isinstance(m, StepDone))\n"
         "print('running', flush=True); sys.stdin.read()\n"
@@ -353,7 +250,9 @@ def test_a_gateway_stopped_by_sigstop_and_continued_gets_everything(start: Calla
     root = Path(__file__).resolve().parents[2]
     script = (
         "from pathlib import Path\n"
-        "from tests.engine.test_service_process import Gateway, StepDone, ended, submit\n"
+        "from engine.messages import StepDone\n"
+        "from tests.engine.engine_process import Gateway, ended\n"
+        "from tests.engine.support import submit\n"
         f"g = Gateway(Path({str(process.path)!r})); g.hello()\n"
         "g.send(*(submit(f\"request-{'x' * 300}-{i}\", team_id=1, output=40) for i in range(40)))\n"
         "g.until(lambda m: isinstance(m, StepDone)); print('running', flush=True)\n"

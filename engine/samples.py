@@ -49,7 +49,11 @@ class ServiceSampler:
             self._lags[team.team_id] = (min(low, team.lag), max(high, team.lag))
 
     def take(self, now_us: int) -> ServiceSamples | None:
-        """The interval that ends now; None when no team got, wanted or waited for anything in it."""
+        """The interval that ends now; None when no team got, wanted or waited for anything in it.
+
+        Also right before the table of teams changes, when the policy may close the account of a team that has left: it
+        begins again at nothing when the team comes back.
+        """
         interference = self._interference()
         scheduler = self._scheduler
         longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
@@ -59,10 +63,11 @@ class ServiceSampler:
             bytes_out[pair.victim_id] = bytes_out.get(pair.victim_id, 0) + pair.bytes_out
             bytes_in[pair.victim_id] = bytes_in.get(pair.victim_id, 0) + pair.bytes_in
         teams: list[TeamSample] = []
-        for team in self._policy.team_service():
-            team_id = team.team_id
+        totals = {team.team_id: team for team in self._policy.team_service()}
+        for team_id, team in totals.items():
             last = self._last.get(team_id, _NOTHING)
-            self._last[team_id] = team
+            if team.served_us < last.served_us or team.entitled_us < last.entitled_us:
+                last = _NOTHING  # a new account
             low, high = self._lags.get(team_id, (team.lag, team.lag))
             sample = TeamSample(
                 team_id=team_id,
@@ -95,6 +100,7 @@ class ServiceSampler:
                 or team.running
             ):
                 teams.append(sample)
+        self._last = totals
         interval_ms = (now_us - self._taken_us) // 1000
         self._taken_us = now_us
         self._lags.clear()

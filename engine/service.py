@@ -163,6 +163,7 @@ class EngineService:
         elif isinstance(message, Abort):
             self._core.abort(message.request_id)
         else:
+            self._take_sample()
             self._core.configure(message)
 
     def _step(self) -> None:
@@ -181,10 +182,15 @@ class EngineService:
         now_us = self._clock.now_us()
         self._sampler.look(now_us)
         if self._sampler.due_in_us(now_us) == 0:
-            self._has_unsampled = self._core.has_work
-            samples = self._sampler.take(now_us)
-            if samples is not None:
-                self._send(samples)
+            self._take_sample()
+
+    def _take_sample(self) -> None:
+        if not self._has_unsampled:
+            return
+        self._has_unsampled = self._core.has_work
+        samples = self._sampler.take(self._clock.now_us())
+        if samples is not None:
+            self._send(samples)
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._connection is None:

@@ -89,6 +89,22 @@ def test_requests_of_a_replaced_gateway_end_before_the_successor_is_greeted(loop
     second.close()
 
 
+def test_a_sample_is_taken_before_the_table_of_teams_changes(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy may close the account of a team that has left, and what it got since the last sample with it."""
+    gateway = loop.connect()
+    events: list[str] = []
+    monkeypatch.setattr(loop.service._sampler, "take", lambda now_us: events.append("sample"))
+    configure = loop.engine.core.configure
+    monkeypatch.setattr(loop.engine.core, "configure", lambda message: (events.append("table"), configure(message)))
+    gateway.sendall(encode(submit("a", team_id=1, output=2)))
+    while loop.engine.core.request_ids or not loop.engine.scheduler.num_steps:
+        loop.service.turn()
+    gateway.sendall(encode(ConfigureTeams(teams=())))
+    loop.service.turn()
+    assert events == ["sample", "table"]
+    gateway.close()
+
+
 def test_an_address_is_held_by_one_and_free_again_after(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     held = Address(path)

@@ -140,3 +140,27 @@ def test_a_pause_bound_is_kept_from_the_moment_a_request_starves() -> None:
     assert len(starved) >= 2 and all(f.pause_bound_us in bounds for f in starved)
     assert all(f.longest_pause_us >= 5000 for f in starved)
     assert all(f.longest_pause_us <= 5000 + 1000 for f in finished.values() if not f.pause_bound_us)
+
+
+def test_a_team_that_was_archived_and_restored_begins_anew() -> None:
+    """The policy closes the account of a team that has left at a later change: its totals start again at nothing."""
+    engine = Engine(policy=EgMlfq(PolicyConfig()), teams=(team(0), team(1)))
+    sampler = ServiceSampler(engine.policy, 0, engine.scheduler)
+    total_us = sampled_us = 0
+    for number, output in enumerate((8, 2, 9)):
+        engine.core.add(submit(f"r{number}", output=output))
+        total_us += sum(message.duration_us for message in engine.run())
+        for table in ((team(1),), (team(1, weight=3),), (team(0), team(1))):
+            samples = sampler.take(engine.clock.now_us())
+            if samples is not None:
+                assert min(sample.served_us for sample in samples.teams) >= 0
+                sampled_us += sum(sample.served_us for sample in samples.teams)
+            engine.core.configure(ConfigureTeams(teams=table))
+            engine.core.step()
+    assert sampled_us == total_us > 0
+    restored = Totals()
+    sampler = ServiceSampler(restored, 0)
+    for second, served_us in enumerate((7000, 1000), start=1):  # changed twice between two samples
+        restored.totals = [service(0, served_us)]
+        samples = sampler.take(second * INTERVAL_US)
+        assert samples is not None and samples.teams[0].served_us == served_us

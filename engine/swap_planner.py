@@ -150,8 +150,9 @@ class SwapPlanner:
         grower_team: int | None = None,
         over_served: Callable[[Collection[int]], Sequence[int]] = sorted,
     ) -> list[Move]:
-        """Moves for the next step. `needs` are in the order they were refused, `turns` name all the sequences in here.
+        """Moves for the next step. `needs` are in the order they were refused.
 
+        `turns` name all the residents and needs, and those away that may come back unasked.
         `holder` of the reservation is served first and needs no G1. `grower_team` pays for the reserve.
         """
         room = _Room(self, pools, residents, away, turns, over_served)
@@ -206,6 +207,7 @@ class SwapPlanner:
         if not (is_growing or is_holder):
             kept += room.pools.reserve if num_spare is None else num_spare
         missing = need.num_blocks + kept - room.free - room.incoming
+        num_moves = len(room.moves)
         if missing > 0 and not room.clear(
             missing,
             for_seq=need.seq_id,
@@ -213,6 +215,8 @@ class SwapPlanner:
             is_g1=not (is_growing or is_holder),
             may_drop=is_growing or room.is_forced,
         ):
+            if len(room.moves) > num_moves:
+                room.take(need.num_blocks)  # a part of it was freed, and is kept
             return False
         if need.kind is Kind.UPLOAD:
             back = room.away[need.seq_id]
@@ -290,24 +294,31 @@ class _Room:
         victims = self._candidates(for_seq, is_g1=is_g1)
         if is_ahead:
             victims = [victim for victim in victims if victim.is_idle]
+        elif sum([victim.num_blocks for victim in victims]) < missing:
+            return False
         host_room = self.host_free + self._spare_host(victims)
         chosen: list[Resident] = []
         dropped: list[Resident | Away] = []
         freed = 0
+        is_link_short = False
         for victim in victims:
             if freed >= missing:
                 break
             if self._planner.can_swap:
                 if victim.num_new_host > host_room:
                     continue
+                if not self._may_copy_beside(chosen, victim):
+                    is_link_short = True
+                    continue
                 host_room -= victim.num_new_host
             elif not victim.is_whole:
                 continue
             chosen.append(victim)
             freed += victim.num_blocks
-        if freed < missing and may_drop and self._planner.can_swap:
+        if freed < missing and may_drop and self._planner.can_swap and not is_link_short:
             freed += self._drop_some(missing - freed, victims, chosen, dropped, host_room)
-        if not (chosen or dropped) or (freed < missing and not is_ahead):
+        is_partial = is_ahead or (is_link_short and not is_g1)  # the others go when the link is free again
+        if not (chosen or dropped) or (freed < missing and not is_partial):
             return False
         for victim in list(chosen):  # earlier ones that a later, larger one made needless
             if freed - victim.num_blocks >= missing:
@@ -320,7 +331,7 @@ class _Room:
                     freed -= loser.num_blocks
         payer = team_id if team_id is not None else (chosen or dropped)[0].team_id
         self._commit(chosen, dropped, payer, for_seq)
-        return True
+        return freed >= missing
 
     def _candidates(self, for_seq: int, *, is_g1: bool) -> list[Resident]:
         """Who may be moved out for `for_seq`, in the order they go. -1: for nobody in particular."""
@@ -353,6 +364,12 @@ class _Room:
         going = {one.seq_id for one in victims}
         return [one for one in self._victims if one.num_host and one.seq_id not in going]
 
+    def _may_copy_beside(self, chosen: list[Resident], victim: Resident) -> bool:
+        """G3: one copy may overdraw the link's budget, a second one may not."""
+        if self.is_forced or not victim.num_dirty:
+            return True
+        return self.link_us > sum(self._planner.copy_us(one.num_dirty) for one in chosen)
+
     def _drop_some(
         self,
         missing: int,
@@ -381,6 +398,8 @@ class _Room:
             host_room += one.num_blocks
             for victim in victims:
                 if victim in chosen or victim in dropped or victim.num_new_host > host_room or freed >= missing:
+                    continue
+                if not self._may_copy_beside(chosen, victim):
                     continue
                 host_room -= victim.num_new_host
                 chosen.append(victim)

@@ -156,6 +156,19 @@ def test_g3_without_link_time_only_what_needs_no_copy_moves() -> None:
     assert kinds(moves) == [("in", 1)], "the first may overdraw it, the second has to wait"
 
 
+@pytest.mark.parametrize(("link_us", "goes"), [(4 * MS, [("out", 2)]), (4 * MS + 1, [("out", 2), ("out", 1)])])
+def test_g3_one_need_overdraws_the_link_by_one_copy_only(link_us: int, goes: list[tuple[str, int]]) -> None:
+    """Room for eight blocks takes two victims of four; the first copy uses 4 ms. Growth begins with what it can get, a
+    newcomer does not.
+    """
+    one = planner(block_us=MS)
+    residents = [resident(1, 4), resident(2, 4), LEADER]
+    order = turns(99, 9, 1, 2)
+    assert kinds(one.plan(pools(link_us=link_us), residents, [], [grow(9, 8)], order, step_us=MS)) == goes
+    moves = one.plan(pools(link_us=link_us), residents, [], [start(9, 8)], order, step_us=MS)
+    assert kinds(moves) == (goes if len(goes) == 2 else [])
+
+
 def test_g3_uploads_use_the_link_before_moves_out_ahead_of_time() -> None:
     moves = planner(block_us=MS).plan(
         pools(8, reserve=4, link_us=2 * MS),

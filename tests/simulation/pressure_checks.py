@@ -96,9 +96,9 @@ class WatchedPolicy(EgMlfq):
         billed_us = max((overhead.cost_us for overhead in overheads), default=0)
         self._outcome.largest_us = max(self._outcome.largest_us, row_us + billed_us)
         super().settle(served, now_us, overheads)
-        self._look_at_lags(costs)
+        self._look_at_lags(costs, costs.keys() | {overhead.team_id for overhead in overheads})
 
-    def _look_at_lags(self, costs: dict[int, int]) -> None:
+    def _look_at_lags(self, costs: dict[int, int], served: set[int]) -> None:
         meter, outcome = self._meter, self._outcome
         able = [team for team in meter.active if team.is_able]
         weights = sum(team.weight for team in meter.teams.values())
@@ -115,10 +115,8 @@ class WatchedPolicy(EgMlfq):
             if gap > bound:
                 text = f"gap {gap / meter.scale:.0f} of {bound / meter.scale:.0f} us"
                 outcome.violate("I5", f"step {self._scheduler().num_steps}: {text}")
-        dry, rows_us = self._dry_us, sum(costs.values())
-        self._dry_us = {
-            team.team_id: dry.get(team.team_id, 0) + rows_us for team in able if not costs.get(team.team_id)
-        }
+        dry, rows_us = self._dry_us, sum(costs.values())  # who is billed for a copy was served by it
+        self._dry_us = {team.team_id: dry.get(team.team_id, 0) + rows_us for team in able if team.team_id not in served}
         longest_us = max(self._dry_us.values(), default=0)
         part = longest_us * meter.scale / (bound * weights)
         outcome.lockout_of_bound = max(outcome.lockout_of_bound, part)
@@ -267,14 +265,14 @@ class MoveChecks:
         if swaps is not None:
             carry_out, force = swaps._carry_out, swaps.force
 
-            def checked_carry_out(moves: Any, copies: Any, num_steps: int) -> None:
-                moves = list(moves)
-                self._check_victims(moves, num_steps)
-                carry_out(moves, copies, num_steps)
+            def checked_carry_out(*arguments: Any) -> None:
+                (moves,) = [argument for argument in arguments if isinstance(argument, list)]
+                self._check_victims(moves, rig.scheduler.num_steps)
+                carry_out(*arguments)
 
-            def forced(*arguments: Any) -> Any:
+            def forced(*arguments: Any, **named: Any) -> Any:
                 self.is_forced = True
-                return force(*arguments)
+                return force(*arguments, **named)
 
             swaps._carry_out, swaps.force = checked_carry_out, forced
 

@@ -1,6 +1,5 @@
 """`terazi serve` from outside, over TCP: the official client, the ledger, and how a server ends."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -8,67 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.server import Server, is_running, sse_events, wait_until
+from tests.e2e.clients import Stream, client_of, ledger_rows, long_body
+from tests.e2e.server import Server, is_running, wait_until
 
 MakeServer = Callable[..., Server]
-
-
-def client_of(server: Server, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-def long_body(max_tokens: int = 4000) -> dict[str, Any]:
-    body = {"model": "tiny-random", "prompt": [300, 301, 302], "stream": True, "max_tokens": max_tokens}
-    return {**body, "ignore_eos": True, "min_tokens": max_tokens}
-
-
-class Stream:
-    """A stream read by a thread, so that the test can do something meanwhile."""
-
-    def __init__(self, server: Server, key: str, body: dict[str, Any]) -> None:
-        self.lines: list[str] = []
-        self.status = 0
-        self.broke: Exception | None = None
-        self._request = (f"{server.url}/v1/completions", body, {"authorization": f"Bearer {key}"})
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-        wait_until(lambda: any(line.startswith("data:") for line in self.lines), "the first token")
-
-    def _read(self) -> None:
-        url, body, headers = self._request
-        try:
-            with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
-                self.status = answer.status_code
-                for line in answer.iter_lines():
-                    self.lines.append(line)
-        except httpx.HTTPError as error:
-            self.broke = error
-
-    def events(self) -> list[str]:
-        """All events, once the stream has ended."""
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the stream has not ended"
-        return sse_events("\n".join(self.lines))
-
-
-def ledger_rows(server: Server) -> list[dict[str, Any]]:
-    """Ledger rows, straight from the database."""
-    import sqlite3
-
-    with sqlite3.connect(f"file:{server.data_dir / 'terazi.db'}?mode=ro", uri=True) as connection:
-        connection.row_factory = sqlite3.Row
-        rows = [dict(row) for row in connection.execute("SELECT * FROM ledger ORDER BY received_at_us")]
-    connection.close()
-    return rows
 
 
 def test_the_official_client_works_and_every_request_is_one_ledger_row(running: Server) -> None:
@@ -218,104 +167,6 @@ def test_default_host_answers_on_both_loopback_addresses(running: Server, host: 
     assert httpx.get(f"http://{host}:{running.port}/livez").status_code == 200
 
 
-def one_line(done: Any) -> str:
-    """The one line a failed command may print."""
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return str(lines[0])
-
-
-def test_a_second_server_on_the_same_data_directory_is_refused(running: Server) -> None:
-    done = running.terazi("serve", "--engine", "sim", "--model", "tiny-random", "--port", "0", "--admin-port", "0")
-    assert done.returncode == 6
-    assert f"in use by process {running.info['pid']}" in one_line(done)
-    assert running.readyz() == 200
-    assert running.terazi("db", "upgrade").returncode == 6
-
-
-@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-def test_a_taken_port_is_one_clear_line(make_server: MakeServer, flag: str) -> None:
-    server = make_server()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = {"--port": "0", "--admin-port": "0", flag: str(taken.getsockname()[1])}
-        options = [part for pair in ports.items() for part in pair]
-        done = server.terazi("serve", "--engine", "sim", "--model", "tiny-random", *options)
-    assert done.returncode == 1
-    assert f"127.0.0.1:{ports[flag]}: the port is taken" in one_line(done)
-
-
-def test_a_data_directory_that_cannot_be_written_is_one_clear_line(make_server: MakeServer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = make_server().terazi("serve", "--engine", "sim", "--data-dir", str(tmp_path / "file" / "data"))
-    assert done.returncode == 1
-    assert "cannot write to the data directory" in one_line(done)
-
-
-def test_a_model_that_is_not_there_is_one_clear_line(make_server: MakeServer) -> None:
-    ports = ["--port", "0", "--admin-port", "0"]
-    done = make_server().terazi("serve", "--engine", "sim", "--model", "/nowhere/model", *ports)
-    assert done.returncode == 1
-    assert "/nowhere/model" in one_line(done)
-
-
-@pytest.mark.case("D11")
-def test_a_typo_in_the_config_stops_the_start(make_server: MakeServer, tmp_path: Path) -> None:
-    config = tmp_path / "terazi.yaml"
-    config.write_text("engine:\n  max_batch_sise: 4\n")
-    done = make_server().terazi("serve", "--config", str(config))
-    assert done.returncode == 2
-    assert f"{config}:2: unknown key engine.max_batch_sise; did you mean engine.max_batch_size?" in one_line(done)
-
-
-@pytest.mark.case("D12")
-def test_alive_at_once_and_ready_only_with_the_engine(make_server: MakeServer) -> None:
-    server = make_server()
-    run = server.data_dir / "run"
-    run.mkdir(parents=True)
-    # The engine's address is held, as by the engine of a server that was just killed: ours waits for it.
-    with (run / "engine.sock.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        server.start(until="listening")
-        key = server.make_key()
-        assert httpx.get(f"{server.url}/livez").status_code == 200
-        assert httpx.head(f"{server.url}/livez").status_code == 200
-        assert httpx.get(f"{server.url}/readyz").status_code == 503
-        assert httpx.get(f"{server.info['admin_url']}/readyz").json()["reasons"] == ["starting"]
-        body = {"model": "tiny-random", "prompt": "x", "max_tokens": 1}
-        refused = httpx.post(f"{server.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "starting"
-        assert int(refused.headers["retry-after"]) >= 1
-    wait_until(lambda: server.readyz() == 200, "ready after the engine's start")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_the_engine_is_there_ends_the_server_with_0(make_server: MakeServer, number: int) -> None:
-    server = make_server()
-    run = server.data_dir / "run"
-    run.mkdir(parents=True)
-    with (run / "engine.sock.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        server.start(until="listening")
-        os.kill(server.info["pid"], number)
-        assert server.wait() == 0
-    assert "Traceback" not in server.log
-
-
-@pytest.mark.parametrize("name", ["terazi.db", "pepper"])
-def test_a_damaged_file_is_one_clear_line(make_server: MakeServer, name: str) -> None:
-    server = make_server()
-    server.json("db", "upgrade")
-    (server.data_dir / name).write_bytes(b"this is not what was here before\n" * 200)
-    (server.data_dir / f"{name}-wal").unlink(missing_ok=True)
-    done = server.terazi("serve", "--engine", "sim", "--model", "tiny-random", "--port", "0", "--admin-port", "0")
-    assert done.returncode == 1
-    assert name in one_line(done)
-
-
 @pytest.mark.case("D05")
 def test_sigterm_lets_running_streams_finish(make_server: MakeServer) -> None:
     server = make_server().start()
@@ -417,16 +268,6 @@ def test_without_a_server_commands_write_under_the_lock_and_a_server_sees_it(mak
     assert server.json("quota", "set", "early", "--requests-per-minute", "0")["limits"]["requests_per_minute"] == 0
     with pytest.raises(openai.RateLimitError):
         client_of(server, key).completions.create(model="tiny-random", prompt="x", max_tokens=1)
-
-
-def test_a_long_data_directory_and_folders_named_like_ours_do_no_harm(make_server: MakeServer, tmp_path: Path) -> None:
-    for name in ("engine", "gateway", "tenants"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong folder')")
-    server = make_server("d" * 120).start()
-    key = server.make_key()
-    assert [model.id for model in client_of(server, key).models.list()] == ["tiny-random"]
-    assert server.stop() == 0
 
 
 def test_an_engine_of_its_own_outlives_the_gateways(make_server: MakeServer, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
-from engine.config import EngineConfig
+from engine.config import MODES, EngineConfig
 from engine.core import EngineCore
 from engine.listener import EngineIdentity
 from engine.messages import ConfigureTeams, Finished, SamplingParams, StepDone, Submit, TeamEntry
@@ -44,7 +44,6 @@ from gateway.render import print_table
 from gateway.replay import describe
 from policies.tiers import DEFAULT_TIERS
 
-MODES = ("proactive", "reactive", "recompute", "none")
 UNCONSTRAINED = "unconstrained"
 
 
@@ -153,12 +152,12 @@ def _terms(team: str, team_id: int) -> TeamEntry:
 def play(name: str, config: EngineConfig, trace: list[TraceRequest], seed: int, sampling: str) -> dict[str, Any]:
     """One run in this process, as a JSON-able document."""
     # The service's own wiring, so that what is measured is what is served.
-    from engine.service import _assemble, _with_torch
+    from engine.assembly import assemble, build_parts
 
-    parts = _with_torch(config)
+    parts = build_parts(config)
     runner = CountingRunner(parts.runner)
     parts = EngineParts(**{**{f: getattr(parts, f) for f in EngineParts.__slots__}, "runner": runner})
-    core, _, _ = _assemble(config, parts, EngineIdentity("ablation", 1))
+    core, _, _ = assemble(config, parts, EngineIdentity("ablation", 1), print)
     started_cpu = time.process_time()
     one = Play(core, trace, seed, sampling, parts.model.vocab_size)
     one.run()

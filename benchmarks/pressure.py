@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests.simulation.pressure_checks import IDS, Outcome, run
+from tests.simulation.pressure_checks import IDS, Outcome
+from tests.simulation.pressure_run import run
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

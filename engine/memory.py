@@ -16,7 +16,7 @@ from engine.blocks import BlockPool, BlockTable, blocks_for
 from engine.plan import BlockCopy
 
 _PERCENT = 100
-_BURST_US = 100_000  # link time that may be used at once after a quiet while
+BURST_US = 100_000  # link time that may be used at once after a quiet while
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ def _without(blocks: list[int], busy: list[int]) -> list[int]:
 
 
 class LinkBudget:
-    """How much of the link between device and host swapping may use: kappa of its time (SCHEDULING section 4, G3).
+    """How much of the link between device and host swapping may use: kappa of its time (docs/scheduling.md, G3).
 
     A token bucket of link microseconds. It is asked before a copy and may go below 0 by one sequence, so in any window
     at most kappa * window + burst + one sequence is moved. Forced moves count too, without being asked.
@@ -185,7 +185,7 @@ class LinkBudget:
         """`block_copy_us` is the time of one block, one way; 0 is a link that costs nothing."""
         self.block_copy_us = block_copy_us
         self._percent = percent
-        self._top = _BURST_US * _PERCENT
+        self._top = BURST_US * _PERCENT
         self._amount = self._top  # hundredths of a microsecond
         self._refilled_us: int | None = None
 

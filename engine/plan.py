@@ -29,8 +29,8 @@ class Row(msgspec.Struct, frozen=True):  # a dataclass takes three times as long
 class BlockCopy:
     """One sequence's blocks to move: pairs of (source block, destination block).
 
-    Neither side's blocks are read, written or given to anyone else before a StepResult names `copy_id` in its
-    `copies_done`; blocks that are only read (the source) may be read by others.
+    From the plan that holds it until a StepResult names `copy_id` in `copies_done` or `copies_failed`, nobody reads or
+    writes the destination, nobody writes the source, and neither is given to anyone else.
     """
 
     copy_id: int  # unique for the life of the engine

@@ -1,4 +1,4 @@
-"""Runs a policy the way SCHEDULING's oracles are written: slots, unit steps, a virtual clock.
+"""Runs a policy the way the oracles (`test_oracles`) are written: slots, unit steps, a virtual clock.
 
 A unit is one decode step and costs UNIT microseconds; cost is work. (p, n) is a prefill of p units, done in one atomic
 step (or in chunks), then n decodes. A step lasts as long as its longest part.

@@ -4,14 +4,13 @@ Checks look from outside wherever they can: plans and results are held against a
 against the measured time, lags are the policy's own exact ones.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.blocks import blocks_for
 from engine.core import EngineCore, Runner
-from engine.memory import _BURST_US
+from engine.memory import BURST_US
 from engine.messages import StepDone
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Sequence as BatchSequence
@@ -20,10 +19,9 @@ from engine.scheduler import Scheduler
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import Overhead, Served
-from tests.simulation.pressure import DEVICE_PERCENT, STEPS_MAX, Rig, pools, scenario_of
+from tests.simulation.pressure import Rig
 
 IDS = ("I1", "I2", "I5", "I6", "I12", "I13", "I15", "O17", "O17b", "charges", "crash")
-ROWLESS_STEPS_MAX = 2  # beside those that wait for late copies
 
 Content = tuple[int, int, int]  # whose block, which of its blocks, how many tokens are in it
 
@@ -299,7 +297,7 @@ class MoveChecks:
             self._least = before if self._least is None else min(self._least, before)
             self._used += 100 * sum(times_us)
             self._largest_us = max(self._largest_us, *times_us)
-            most = 100 * (_BURST_US + self._largest_us)
+            most = 100 * (BURST_US + self._largest_us)
             moved = self._used - self._percent * at_us - self._least
             self._outcome.link_of_bound = max(self._outcome.link_of_bound, moved / most)
             if moved > most:
@@ -400,59 +398,3 @@ def leftovers(core: EngineCore) -> dict[str, int]:
     sizes["policy sequences"] = len(policy._sequences) + len(policy._fresh) + len(policy._meter.active)
     sizes["refused"] = policy._meter.num_refused + sum(team.num_refused for team in policy._meter.teams.values())
     return {name: size for name, size in sizes.items() if size}
-
-
-def run(seed: int) -> Outcome:
-    """Run a seed's scenario under pressure, and check it."""
-    scenario, demand, tokens = scenario_of(seed)
-    device_blocks, host_blocks = pools(scenario, demand)
-    outcome = Outcome(seed, scenario.mode, scenario.is_exact)
-    outcome.is_floored = device_blocks * 100 > demand * DEVICE_PERCENT + 99
-    policy = WatchedPolicy(scenario.constants(), outcome, lambda: rig.scheduler)
-    rig = Rig(scenario, policy, mode=scenario.mode, device_blocks=device_blocks, host_blocks=host_blocks)
-    runner = ShadowRunner(rig.core._runner, rig, policy, outcome)
-    rig.core._runner = runner
-    moves = MoveChecks(rig, policy, outcome)
-    books = Books(rig, outcome, tokens)
-    try:
-        _drive(rig, runner, moves, books, outcome)
-        books.close(policy)
-    except AssertionError as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        outcome.violate("crash", f"step {outcome.steps}: {error} ({where.filename}:{where.lineno} {where.line})")
-    return outcome
-
-
-def _drive(rig: Rig, runner: ShadowRunner, moves: MoveChecks, books: Books, outcome: Outcome) -> None:
-    core, scheduler, scenario = rig.core, rig.scheduler, rig.scenario
-    rowless = 0
-    while not rig.load.is_over or core.has_work:
-        runner.late = rig.load.begin_step()
-        runner.plan = None
-        done = core.step()
-        for name in runner.late:
-            core.abort(name)
-        outcome.steps += 1
-        try:
-            scheduler.check()
-        except AssertionError as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            outcome.violate("I1", f"step {outcome.steps}: {error} ({where.line})")
-        if done is not None:
-            books.look(done)
-        plan = runner.plan
-        if plan is None:
-            if scheduler.has_work:
-                outcome.violate("O17", f"step {outcome.steps}: nothing can be done for {scheduler.num_live} sequences")
-                return
-            continue
-        assert runner.result is not None
-        moves.look(plan, runner.at_us)
-        outcome.lost += len(runner.result.copies_failed)
-        rowless = rowless + 1 if not plan.rows and scheduler.num_live else 0
-        outcome.rowless_steps = max(outcome.rowless_steps, rowless)
-        if rowless > ROWLESS_STEPS_MAX + 2 * scenario.max_delay:
-            outcome.violate("O17", f"step {plan.step_id}: no row for {rowless} steps")
-        if outcome.steps > STEPS_MAX:
-            outcome.violate("O17", f"no end after {STEPS_MAX} steps")
-            return

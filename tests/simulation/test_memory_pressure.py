@@ -11,7 +11,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.simulation.pressure_checks import Outcome, run
+from tests.simulation.pressure_checks import Outcome
+from tests.simulation.pressure_run import run
 
 FAST = range(300)
 SLOW = range(300, 5300)

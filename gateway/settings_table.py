@@ -223,7 +223,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Most of the device's time that promotions of starving requests may use, in percent; 0 promotes none.",
         "engine.promotion_percent",
         least=0,
-        most=90,
+        most=99,
     ),
     Setting(
         "max_queued_requests",
@@ -247,7 +247,7 @@ SETTINGS: tuple[Setting, ...] = (
         "deterministic",
         "bool",
         False,
-        "Makes recompute and prefix hits bit-equal too; no effect until those land.",
+        "Reserved: recomputed KV equal to the bit (docs/exactness.md). No effect yet.",
         "engine.deterministic",
     ),
     Setting(

@@ -120,6 +120,11 @@ class Entry:
         """So many newcomers were refused that the others may be, unasked."""
         return self.can_take_back and self._num_tried >= TRIED_BEFORE_CLOSING
 
+    def room_at_most(self, free: int) -> int:
+        """What claims more starts neither now nor later in this step; with `free` device blocks."""
+        room = self._capacity - self.num_claimed
+        return min(room, free) if self.can_take_back else room
+
     def fits(self, sequence: Sequence, free: int) -> bool:
         """Whether one that is not started may start now, with `free` device blocks."""
         holder = self.holder
@@ -185,8 +190,14 @@ class Entry:
         that thought the team unable to run would otherwise never try it again behind others of better levels.
         """
         self.has_room_grown = False
+        holder = self.holder
+        room = self._capacity - self.num_claimed  # for one that is not the holder, at most
+        if self.can_take_back:
+            room = min(room, free - self.kept - (holder.num_wanted if holder is not None else 0))
         for line in self.waiting_of.values():
             oldest = next(iter(line.values()))
+            if oldest.num_claim > room and oldest is not holder:
+                continue
             if (oldest.num_refusals or self._num_closed > oldest.num_closed_before) and self.fits(oldest, free):
                 policy.fits_again(oldest.seq_id)
 

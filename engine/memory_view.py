@@ -27,6 +27,7 @@ class MemoryView:
         self.half: dict[int, Sequence] = {}  # started and not whole
         self.resident: dict[int, Sequence] = {}  # KV on the device, and no copy in flight
         self.away: dict[int, Sequence] = {}  # KV on the host, or on the way there or back, the longest away first
+        self._away_views: dict[int, Away] = {}  # of those that are away, once they were looked at
         self.num_promised = 0  # missing blocks of the half-computed prompts on the device
         self._memory, self._planner = memory, planner
         self._profile = profile
@@ -48,11 +49,15 @@ class MemoryView:
     def reserve(self, ran_last: Iterable[Sequence]) -> int:
         """G4: blocks that those now decoding take in the next steps."""
         size = self._block_size
+        resident, half = self.resident, self.half
         total = 0
         for one in ran_last:
-            if one.seq_id in self.resident and not one.is_half:
+            seq_id = one.seq_id
+            if seq_id in resident and seq_id not in half:
                 ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
-                total += max(0, blocks_for(ahead, size) - len(one.table.blocks))
+                missing = -(-ahead // size) - len(one.table.blocks)
+                if missing > 0:
+                    total += missing
         return total
 
     def pools(self, reserve: int, link_us: int) -> Pools:
@@ -68,11 +73,8 @@ class MemoryView:
         )
 
     def frontier(self, first: Iterable[int], most: int) -> list[Sequence]:
-        """Those on the host that a plan looks at, `first` among them: at most `most`, and all when the host is nearly
-        full, for then the least computed of all may have to give way.
-        """
-        host = self._memory.host
-        if len(self.away) <= most or host.num_free * _NEARLY_FULL < host.num_blocks:
+        """Those on the host that may come back by a plan, `first` among them: at most `most`."""
+        if len(self.away) <= most:
             return list(self.away.values())
         named = {seq_id: self.away[seq_id] for seq_id in first if seq_id in self.away}
         for seq_id, one in self.away.items():
@@ -81,11 +83,27 @@ class MemoryView:
             named[seq_id] = one
         return list(named.values())
 
+    @property
+    def is_host_nearly_full(self) -> bool:
+        """The least computed of all may have to give way."""
+        host = self._memory.host
+        return host.num_free * _NEARLY_FULL < host.num_blocks
+
     def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
         """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
         residents = [self._resident(one, num_steps) for one in self.resident.values()]
-        views = [
-            Away(
+        return residents, [self._away(one) for one in away if one.status is Status.SWAPPED]
+
+    def forget_away(self, sequence: Sequence) -> None:
+        """It is no longer away, if it was."""
+        self.away.pop(sequence.seq_id, None)
+        self._away_views.pop(sequence.seq_id, None)
+
+    def _away(self, one: Sequence) -> Away:
+        """Nothing of it changes while it is on the host."""
+        found = self._away_views.get(one.seq_id)
+        if found is None:
+            found = self._away_views[one.seq_id] = Away(
                 one.seq_id,
                 one.request.team_id,
                 len(one.table.host),
@@ -93,28 +111,26 @@ class MemoryView:
                 not one.is_half,
                 one.num_computed,
             )
-            for one in away
-            if one.status is Status.SWAPPED
-        ]
-        return residents, views
+        return found
 
     def _resident(self, one: Sequence, num_steps: int) -> Resident:
         table = one.table
-        num_used = blocks_for(one.num_computed, self._block_size)
+        seq_id, num_computed, num_blocks = one.seq_id, one.num_computed, len(table.blocks)
+        num_used = -(-num_computed // self._block_size)
         is_safe = one.min_run_left > 0 and (
             one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
         )
         return Resident(
-            seq_id=one.seq_id,
-            team_id=one.request.team_id,
-            num_blocks=len(table.blocks),
-            num_spare=len(table.blocks) - num_used,
-            num_dirty=num_used - self._memory.num_clean(table, one.num_computed),
-            num_host=len(table.host),
-            is_whole=not one.is_half,
-            num_computed=one.num_computed,
-            attained_us=one.work_us,
-            is_protected=is_safe,
-            is_idle=one.status is Status.PAUSED,
-            replay_us=0 if self._planner.can_swap else self._profile.prefill_work_us(0, one.num_computed),
+            seq_id,
+            one.request.team_id,
+            num_blocks,
+            num_blocks - num_used,
+            num_used - self._memory.num_clean(table, num_computed),
+            len(table.host),
+            seq_id not in self.half,
+            num_computed,
+            one.work_us,
+            is_safe,
+            one.status is Status.PAUSED,
+            0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )

@@ -246,6 +246,7 @@ class Scheduler:
             entry.say_who_fits_again(policy, pool.num_free)
         policy.begin(now_us)
         is_closed = entry.begin(policy, refused, pool.num_free)
+        room = entry.room_at_most(pool.num_free)
         while slots_left and tokens_left:
             seq_id = best()
             if seq_id is None:
@@ -255,11 +256,16 @@ class Scheduler:
             is_new = False
             if status is not _RUNNING and status is not _PAUSED:
                 is_new = not sequence.is_started
-                if not is_new or not entry.fits(sequence, pool.num_free):
+                if not is_new:
                     self._refuse(sequence)
-                    if is_new:
-                        refused.append(sequence)
-                        is_closed = is_closed or (entry.is_tried_enough and entry.close(policy, refused, pool.num_free))
+                    continue
+                if sequence.num_claim > room or not entry.fits(sequence, pool.num_free):
+                    policy.refuse(seq_id)
+                    if swaps is not None:
+                        swaps.refused(sequence, 0)
+                    entry.refuse(policy, sequence)
+                    refused.append(sequence)
+                    is_closed = is_closed or (entry.is_tried_enough and entry.close(policy, refused, pool.num_free))
                     continue
                 self._start(sequence, now_us)
             request, output = sequence.request, sequence.output_token_ids
@@ -397,6 +403,8 @@ class Scheduler:
             return
         if swaps is not None:
             swaps.refused(sequence, missing)
+            if status is Status.SWAPPED and swaps.is_tried_enough:
+                self.policy.refuse_away()
         entry.refuse(self.policy, sequence)
 
     def _change_slots(self, picked: list[Sequence]) -> None:

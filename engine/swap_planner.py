@@ -152,7 +152,7 @@ class SwapPlanner:
     ) -> list[Move]:
         """Moves for the next step. `needs` are in the order they were refused.
 
-        `turns` name all the residents and needs, and those away that may come back unasked.
+        `turns` name all the needs, the residents that are not protected, and those away that may come back unasked.
         `holder` of the reservation is served first and needs no G1. `grower_team` pays for the reserve.
         """
         room = _Room(self, pools, residents, away, turns, over_served)
@@ -260,7 +260,9 @@ class _Room:
         self._over_served = over_served
         # Latest turn first; half-prefilled ones after the others, and what needs no copy before what does.
         rank = self._rank
-        self._victims = sorted(residents, key=lambda one: (not one.is_whole, one.num_dirty > 0, -rank[one.seq_id]))
+        self._victims = sorted(
+            residents, key=lambda one: (not one.is_whole, one.num_dirty > 0, -rank.get(one.seq_id, -1))
+        )
         leader = max(residents, key=lambda one: (one.attained_us, -one.seq_id), default=None)
         self._leader = leader.seq_id if leader is not None else None
 
@@ -428,7 +430,7 @@ class _Room:
         # The latest turn first would be the next to go out: its copy is worth the most.
         for one in sorted(
             self._keepers([*chosen, *(d for d in dropped if isinstance(d, Resident))]),
-            key=lambda one: self._rank[one.seq_id],
+            key=lambda one: self._rank.get(one.seq_id, -1),
         ):
             if self.host_free >= wanted:
                 break

@@ -24,6 +24,7 @@ from policies.policy import Policy
 COPY_DEADLINE_US = 30_000_000  # a copy that takes longer is lost
 _PLENTY = 4  # free blocks for each running sequence; above, the reserve is not looked at
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
+AWAY_TRIED = 16  # sequences on the host that are asked for by the policy in a step; the others are refused unasked
 _RESIDENT = (Status.RUNNING, Status.PAUSED)
 
 
@@ -64,10 +65,11 @@ class Swapping:
         self.view = MemoryView(config, profile, memory, self._planner)
         self.half, self.away, self._resident = self.view.half, self.view.away, self.view.resident
         self.needs: list[Need] = []  # of the step being picked, or of the last one
-        self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step
+        self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step, one by one
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
+        self._num_tried = 0  # sequences on the host that were refused one by one in that step
         self._safe: dict[int, Sequence] = {}  # in their minimum run
         self._causes: dict[int, Cause] = {}  # of the copies in flight
         self._begun_us: dict[int, int] = {}  # when they were planned, the oldest first
@@ -89,6 +91,14 @@ class Swapping:
         if sequence.status is not Status.WAITING:
             self.blocked[sequence.seq_id] = sequence
             self._entry.blocked_teams.add(sequence.request.team_id)
+            self._num_tried += sequence.status is Status.SWAPPED
+
+    @property
+    def is_tried_enough(self) -> bool:
+        """So many on the host were refused, just now the last of them, that the others may be, unasked: there are
+        more than a plan finds room for, and the best come first.
+        """
+        return self._num_tried == AWAY_TRIED
 
     def is_idle(self, ran_last: Collection[Sequence]) -> bool:
         """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
@@ -109,10 +119,15 @@ class Swapping:
         if not (needs or is_short or (self.away and self._mode == "proactive")):
             return copies
         holder = self._entry.holder
-        residents, away = self.view.sequences(
-            self.view.frontier((need.seq_id for need in needs), 2 * self._slots), num_steps
-        )
-        turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
+        # While more are refused than a plan finds room for, nobody comes back ahead of its turn.
+        most = 2 * self._slots if self._num_tried < AWAY_TRIED else 0
+        frontier = self.view.frontier((need.seq_id for need in needs), most)
+        may_drop = self.view.is_host_nearly_full and any(need.kind is Kind.GROW for need in needs)
+        residents, away = self.view.sequences(self.away.values() if may_drop else frontier, num_steps)
+        timed = {one.seq_id for one in residents if not one.is_protected}
+        timed.update(need.seq_id for need in needs)
+        timed.update(one.seq_id for one in frontier if one.status is Status.SWAPPED)
+        turns = policy.turns(timed, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
             residents,
@@ -124,7 +139,7 @@ class Swapping:
             grower_team=max(self.grew, key=lambda team: (self.grew[team], -team), default=None),
             over_served=policy.over_served,
         )
-        self._carry_out(moves, copies, num_steps)
+        self._carry_out(policy, moves, copies, num_steps)
         return copies
 
     def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
@@ -148,7 +163,7 @@ class Swapping:
             return None
         self.num_forced += 1
         copies = Copies()
-        self._carry_out(moves, copies, num_steps)
+        self._carry_out(policy, moves, copies, num_steps)
         return copies
 
     def overdue(self, now_us: int) -> list[Sequence]:
@@ -221,9 +236,10 @@ class Swapping:
         for copy_id in result.copies_done:
             sequence = self._landed(self._memory.complete(copy_id), result.step_id + 1)
             if sequence is not None:
+                policy.set_away(sequence.seq_id, False)
                 policy.swapped_in(sequence.seq_id)
         for copy_id in result.copies_failed:
-            self._lost(self._memory.fail(copy_id))
+            self._lost(policy, self._memory.fail(copy_id))
 
     def _over(self, flight: Flight) -> Cause:
         """A copy will touch its blocks no more."""
@@ -242,7 +258,7 @@ class Swapping:
         if flight.is_out:
             sequence.move_to(Status.SWAPPED)
             return None
-        del self.away[sequence.seq_id]
+        self.view.forget_away(sequence)
         self._resident[sequence.seq_id] = sequence
         self.view.promise(sequence)
         sequence.move_to(Status.PAUSED)
@@ -253,12 +269,13 @@ class Swapping:
             sequence.displaced_by = None
         return sequence
 
-    def _lost(self, flight: Flight) -> None:
+    def _lost(self, policy: Policy, flight: Flight) -> None:
         """A copy was given up: the sequence's KV is gone, and will be computed again."""
         cause = self._over(flight)
         sequence = self._sequences.get(flight.copy.seq_id)
         if sequence is not None:
-            del self.away[sequence.seq_id]
+            self.view.forget_away(sequence)
+            policy.set_away(sequence.seq_id, False)
             self._forget_kv(sequence, cause)
 
     def ran(self, sequences: Iterable[Sequence], duration_us: int) -> None:
@@ -283,7 +300,8 @@ class Swapping:
         seq_id = sequence.seq_id
         if sequence.status is Status.DROPPED:
             self.num_dropped -= 1
-        for group in (self.half, self.away, self._resident):
+        self.view.forget_away(sequence)
+        for group in (self.half, self._resident):
             group.pop(seq_id, None)
         self.view.promise(sequence)
         self.blocked.pop(seq_id, None)
@@ -300,10 +318,13 @@ class Swapping:
                 ):
                     policy.fits_again(sequence.seq_id)
         entry.blocked_teams = {sequence.request.team_id for sequence in self.blocked.values()}
+        if self._num_tried >= AWAY_TRIED:
+            entry.blocked_teams.update(sequence.request.team_id for sequence in self.away.values())
         entry.kept = self.view.num_promised
         if self._memory.device.num_free <= _PLENTY * len(ran_last):
             entry.kept += self.view.reserve(ran_last)
         self.needs = []
+        self._num_tried = 0
         self.blocked = {}
         self.grew = {}
 
@@ -333,7 +354,12 @@ class Swapping:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
         asked = {need.seq_id for need in self.needs}
         needs = []
-        for one in self.blocked.values():
+        blocked = list(self.blocked.values())
+        if self._num_tried >= AWAY_TRIED:
+            blocked += [one for one in self.away.values() if one.seq_id not in self.blocked]
+        for one in blocked:
+            if one.status in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
+                continue
             num_blocks, kind = one.num_wanted, Kind.GROW
             if one.status is Status.SWAPPED:
                 num_blocks, kind = self.view.wanted_to_return(one), Kind.UPLOAD
@@ -343,7 +369,7 @@ class Swapping:
                 needs.append(Need(one.seq_id, one.request.team_id, kind, num_blocks))
         return needs
 
-    def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
+    def _carry_out(self, policy: Policy, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
         for move in moves:
             sequence = self._sequences[move.seq_id]
             if move.kind == "forget":
@@ -358,15 +384,16 @@ class Swapping:
                     self._bills.counts(cause.team_id, cause.victim_team).preemptions += 1
                 self._entry.has_room_grown = True
                 if move.kind == "drop":
-                    self.away.pop(sequence.seq_id, None)
+                    self.view.forget_away(sequence)
                     self._memory.drop(sequence.table)
+                    policy.set_away(sequence.seq_id, False)
                     self._forget_kv(sequence, cause)
                 else:
-                    copy = self._move_out(sequence, cause, num_steps)
+                    copy = self._move_out(policy, sequence, cause, num_steps)
                     if copy is not None:
                         copies.out.append(copy)
 
-    def _move_out(self, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
+    def _move_out(self, policy: Policy, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
         since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
         self._planner.note_out(since)
         self._safe.pop(sequence.seq_id, None)
@@ -376,6 +403,7 @@ class Swapping:
         copy = self._memory.swap_out(sequence.seq_id, sequence.table, sequence.num_computed)
         sequence.move_to(Status.SWAPPING_OUT)
         self.away[sequence.seq_id] = sequence
+        policy.set_away(sequence.seq_id, True)
         del self._resident[sequence.seq_id]
         self.view.promise(sequence)
         counts = self._bills.counts(cause.team_id, cause.victim_team)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
-from policies.mlfq import RankedSequence, was_taken
+from policies.mlfq import RankedSequence, may_fit, was_taken
 from policies.sequences import SequenceTerms, Turn
 
 
@@ -49,6 +49,12 @@ class Fcfs(MeteredPolicy):
         super().refuse_new()
         self._walk = filter(was_taken, self._walk)
         if self._top is not None and not self._top.step:
+            self._top = next(self._walk, None)
+
+    def refuse_away(self) -> None:
+        """Pass over them."""
+        self._walk = filter(may_fit, self._walk)
+        if self._top is not None and not may_fit(self._top):
             self._top = next(self._walk, None)
 
     def leave(self, seq_id: int, now_us: int) -> None:

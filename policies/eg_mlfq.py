@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.config import PolicyConfig
 from policies.metered import MeteredPolicy
-from policies.mlfq import RankedSequence, was_taken
+from policies.mlfq import RankedSequence, may_fit, was_taken
 from policies.shares import TeamShare
 
 
@@ -133,6 +133,30 @@ class EgMlfq(MeteredPolicy):
         heapify(self._eligible)
         heapify(self._gated)
         self._is_stale = True
+
+    def refuse_away(self) -> None:
+        """Pass over them. They are counted as refused already, so neither the books nor the gate change."""
+        eligible, gated = self._eligible, self._gated
+        self._eligible = [
+            (h.rank, e[1], h.place, h) for e in eligible if (h := self._first_that_may_fit(e[3])) is not None
+        ]
+        self._gated = [(g[0], h.place, h) for g in gated if (h := self._first_that_may_fit(g[2])) is not None]
+        heapify(self._eligible)
+        heapify(self._gated)
+        if not self._eligible:
+            self._is_stale = True
+
+    def _first_that_may_fit(self, head: RankedSequence) -> RankedSequence | None:
+        """Of a team's candidates, of which `head` is the next."""
+        team = head.team
+        if not team.num_away:
+            return head
+        walk = self._walks.get(team)
+        if walk is None:
+            walk = team.levels.walk()
+            next(walk)
+        self._walks[team] = walk = filter(may_fit, walk)
+        return head if may_fit(head) else next(walk, None)
 
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         """The team with the least D; the holder stays while nobody is more than Theta behind it.

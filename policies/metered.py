@@ -112,6 +112,12 @@ class MeteredPolicy:
         for sequence in list(self._fresh):
             self._book_refused(sequence)
 
+    def set_away(self, seq_id: int, is_away: bool) -> None:
+        """Only noted, for `refuse_away`. Raises KeyError for one that is not here."""
+        sequence = self._sequences[seq_id]
+        sequence.team.num_away += is_away - sequence.is_away
+        sequence.is_away = is_away
+
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         """Orders without shares do not tell teams apart."""
         return None
@@ -190,6 +196,7 @@ class MeteredPolicy:
         team.levels.remove(sequence)
         self._promotions.forget(sequence)
         self._fresh.pop(sequence, None)
+        team.num_away -= sequence.is_away
         if sequence.step:  # before the first step that number is 0, as is that of one never taken
             team.num_started -= 1
             team.num_taken -= sequence.step == self._step

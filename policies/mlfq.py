@@ -46,6 +46,7 @@ class RankedSequence:
         "grant_left",
         "has_generated",
         "is_apart",
+        "is_away",
         "is_exhausted",
         "is_refused",
         "is_starving",
@@ -76,6 +77,7 @@ class RankedSequence:
         self.prefill_work = prefill_work
         self.next_work = next_work  # what its next step will take, as far as the policy can tell
         self.has_generated = False
+        self.is_away = False  # its KV is on the host, or on the way there or back
         self.is_refused = False  # when last tried, its blocks were missing or on their way
         self.step = 0  # the last step it was taken into
         self.min_run_left = 0  # steps in which it still keeps its slot
@@ -90,6 +92,11 @@ was_taken = attrgetter("step")  # true once it was in a step
 _is_apart = attrgetter("is_apart")
 _by_rank = attrgetter("rank", "place")
 _by_arrival = attrgetter("arrival")
+
+
+def may_fit(sequence: RankedSequence) -> bool:
+    """Not one that is away and was refused when last tried."""
+    return not (sequence.is_away and sequence.is_refused)
 
 
 class LevelQueues:

@@ -1,7 +1,7 @@
 """The seam between deciding and doing: a policy ranks sequences, the scheduler packs them into a step.
 
 One step is: `begin(now)`, then `best()` followed by exactly one of `take` or `refuse`, again and again until `best()`
-returns None or the step is full (`refuse_new` may come anywhere in between), then, once the step has run,
+returns None or the step is full (`refuse_new` and `refuse_away` may come anywhere in between), then, once it has run,
 `settle(...)`. `leave` may come between steps only.
 A policy has no I/O, no clock and no randomness: the same calls give the same answers.
 """
@@ -42,6 +42,15 @@ class Policy(Protocol):
         """Refuse, for this step and all at once, every sequence that was never taken: none of them fits.
 
         As if each had been refused by itself, without a thousand turns when a thousand wait for blocks.
+        """
+
+    def set_away(self, seq_id: int, is_away: bool) -> None:
+        """The KV of `seq_id` leaves the device, or it is back, or lost altogether. Between picks only."""
+
+    def refuse_away(self) -> None:
+        """Refuse, for this step and all at once, every sequence whose KV is away and that was refused when last tried.
+
+        As if each had been refused by itself: that changes nothing but who is offered next.
         """
 
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:

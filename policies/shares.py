@@ -63,6 +63,7 @@ class TeamShare:
         "lag",
         "left_at",
         "levels",
+        "num_away",
         "num_live",
         "num_refused",
         "num_started",
@@ -94,6 +95,7 @@ class TeamShare:
         self.left_at = 0  # virtual time, times scale, when it last became inactive
         self.num_live = 0
         self.num_refused = 0  # of the live ones, those refused when last tried
+        self.num_away = 0  # of the live ones, those whose KV is not on the device
         self.num_started = 0  # of the live ones, those taken at least once
         self.num_taken = 0  # of the live ones, those in the latest step
         self.step_cost = 0  # of its rows, and its overheads

@@ -17,11 +17,14 @@ the device; it orders candidates and is compared with copy times, nothing is pro
 
 from collections.abc import Iterable
 from itertools import accumulate
+from operator import attrgetter
 
 from policies.mlfq import Levels, RankedSequence
 from policies.promotion import Promotions
 from policies.sequences import Turn
 from policies.shares import LagMeter, TeamShare
+
+_by_rank = attrgetter("rank", "place")
 
 
 class TurnEstimator:
@@ -39,20 +42,23 @@ class TurnEstimator:
         for sequence in sequences:
             wanted.setdefault(sequence.team, {})[sequence] = None
         active_weight = sum(team.weight for team in self._meter.active)
+        wait_us = self._promotions.wait_us
         ordered: list[tuple[int, int, int, int, RankedSequence]] = []
         for team, members in wanted.items():
             gate_us = self._gate_us(team, active_weight)
-            ahead = self._num_ahead(team, members)
+            ahead = self._num_ahead(team)
             part = slots * team.weight
             lag = team.lag - team.provisional
+            is_coasting = team.levels.is_coasting
             for sequence, work_us in self._work_before(team, members):
                 next_us = work_us * active_weight // part if part > active_weight else work_us
-                promoted_us = self._promotions.wait_us(sequence, ahead[sequence], now_us)
-                if promoted_us is not None:
-                    next_us = min(next_us, promoted_us)
-                order = sequence.arrival if team.levels.is_coasting else sequence.place
-                ordered.append((max(gate_us, next_us), sequence.rank, lag, order, sequence))
-        ordered.sort(key=lambda entry: entry[:4])
+                if next_us > gate_us:
+                    promoted_us = wait_us(sequence, ahead.get(sequence, len(ahead)), now_us)
+                    if promoted_us is not None and promoted_us < next_us:
+                        next_us = promoted_us
+                order = sequence.arrival if is_coasting else sequence.place  # no two have the same
+                ordered.append((next_us if next_us > gate_us else gate_us, sequence.rank, lag, order, sequence))
+        ordered.sort()
         return [Turn(sequence.seq_id, enst_us) for enst_us, _, _, _, sequence in ordered]
 
     def _gate_us(self, team: TeamShare, active_weight: int) -> int:
@@ -62,12 +68,10 @@ class TurnEstimator:
         over = team.lag - team.provisional - meter.band()[0] - meter.theta
         return max(0, -(-over * (active_weight - team.weight) // meter.scale))
 
-    def _num_ahead(self, team: TeamShare, members: Iterable[RankedSequence]) -> dict[RankedSequence, int]:
-        """How many of the team would get a grant before each of these."""
+    def _num_ahead(self, team: TeamShare) -> dict[RankedSequence, int]:
+        """How many of the team would get a grant before each of those that starve."""
         budget = self._promotions.budget(team)
-        queue = list(budget.queue) if budget is not None else []
-        position = {sequence: index for index, sequence in enumerate(queue)}
-        return {sequence: position.get(sequence, len(queue)) for sequence in members}
+        return {sequence: index for index, sequence in enumerate(budget.queue)} if budget is not None else {}
 
     def _work_before(
         self, team: TeamShare, members: dict[RankedSequence, None]
@@ -78,26 +82,52 @@ class TurnEstimator:
             return
         quanta, quanta_before = self._levels.quanta, self._quanta_before
         last = self._levels.last_level
-        count = [0] * (last + 1)  # of those before, outside of lane P and minimum runs
-        rest = [0] * (last + 1)  # of their quanta
-        apart: list[RankedSequence] = []
-        left = len(members)
-        for sequence in team.levels.walk():
-            level = sequence.level
-            if sequence in members:
-                target = max(0, level - 1) if sequence.min_run_left else level
-                work = rest[target] if target == level else 0
-                for better in range(target):
-                    work += rest[better] + count[better] * (quanta_before[target] - quanta_before[better + 1])
-                yield sequence, work + sum([self._work_apart(other, sequence) for other in apart])
-                left -= 1
-                if not left:
-                    return
-            if sequence.is_apart:
+        queues, granted = team.levels.queues, team.levels.granted
+        kept = sorted([one for one in team.levels.kept if one is not granted], key=_by_rank)
+        apart = [granted] if granted is not None else []  # with those of `kept` that a level comes after
+        if granted is not None and granted in members:
+            yield granted, 0
+        num_wanted = [0] * (last + 1)
+        for sequence in members:
+            num_wanted[sequence.level] += not sequence.is_apart
+        deepest = max([sequence.level for sequence in members], default=-1)
+        whole: list[tuple[int, int]] = []  # of each level before: its sequences, and the rest of their quanta
+        num_passed = 0  # of `kept`
+        for level in range(deepest + 1):
+            quantum = quanta[level]
+            above = 0
+            for better, (count, rest) in enumerate(whole):
+                above += rest + count * (quanta_before[level] - quanta_before[better + 1])
+            while num_passed < len(kept) and kept[num_passed].level <= level + 1:
+                sequence = kept[num_passed]
+                if sequence in members:
+                    yield sequence, above + sum([self._work_apart(other, sequence) for other in apart])
                 apart.append(sequence)
+                num_passed += 1
+            queue = queues[level]
+            left = num_wanted[level]
+            if not left:
+                plain = [one.used for one in queue if not one.is_apart]
+                whole.append((len(plain), sum([quantum - used for used in plain if used < quantum])))
                 continue
-            count[level] += 1
-            rest[level] += sequence.attained if level == last else max(0, quanta[level] - sequence.used)
+            count = rest = 0
+            for sequence in queue:
+                if sequence.is_apart:
+                    continue
+                if left and sequence in members:
+                    work = above + rest
+                    if apart:
+                        work += sum([self._work_apart(other, sequence) for other in apart])
+                    yield sequence, work
+                    left -= 1
+                    if not left and level == deepest:
+                        return
+                count += 1
+                if level == last:
+                    rest += sequence.attained
+                elif sequence.used < quantum:
+                    rest += quantum - sequence.used
+            whole.append((count, rest))
 
     def _work_apart(self, other: RankedSequence, sequence: RankedSequence) -> int:
         """What `other`, in lane P or in its minimum run, may do before `sequence`, and after that by its level."""

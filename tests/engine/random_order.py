@@ -17,6 +17,7 @@ class RandomOrder:
         self._taken: set[int] = set()  # ever
         self._rank: dict[int, float] = {}
         self._tried: set[int] = set()
+        self._away: set[int] = set()
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         pass
@@ -46,6 +47,12 @@ class RandomOrder:
 
     def refuse_new(self) -> None:
         self._tried |= self._live.keys() - self._taken
+
+    def set_away(self, seq_id: int, is_away: bool) -> None:
+        (self._away.add if is_away else self._away.discard)(seq_id)
+
+    def refuse_away(self) -> None:
+        self._tried |= self._away
 
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         return None

@@ -33,6 +33,7 @@ class ArrivalOrder:
         self.is_picking = False
         self._tried: set[int] = set()
         self._ever_taken: set[int] = set()
+        self.away: set[int] = set()
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         assert not self.is_picking
@@ -73,6 +74,15 @@ class ArrivalOrder:
         new = [seq_id for seq_id in self.live if seq_id not in self._ever_taken and seq_id not in self._tried]
         self._tried.update(new)
         self.refused += new
+
+    def set_away(self, seq_id: int, is_away: bool) -> None:
+        (self.away.add if is_away else self.away.discard)(seq_id)
+
+    def refuse_away(self) -> None:
+        assert self.is_picking
+        away = [seq_id for seq_id in self.away if seq_id in self.live and seq_id not in self._tried]
+        self._tried.update(away)
+        self.refused += away
 
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         return None

@@ -40,6 +40,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "forced_moves": sum(outcome.forced for outcome in outcomes),
         "copies_lost": sum(outcome.lost for outcome in outcomes),
         "promotions": sum(outcome.promotions for outcome in outcomes),
+        "starved": sum(outcome.starved for outcome in outcomes),
+        "starved_beyond_their_pause_bound": sum(outcome.over_bound for outcome in outcomes),
+        "pause_largest": _part(outcomes, lambda outcome: outcome.pause_of_bound),
         "pool_is_one_request": sum(outcome.is_floored for outcome in outcomes),
         "gap_largest": {
             name: _largest(

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from gateway import svg
-from gateway.report_format import Report, Rows, alt, count, mark, number, seconds, size, sum_of, tier_order, tone
+from gateway.report_format import Report, Rows, alt, count, number, seconds, size, sum_of, tier_order, tone
 from gateway.report_html import Cell, Figure, Section, Table, csv_href
 from gateway.report_series import OTHERS
 
 SIZES = "short: at most 128 tokens of prompt and output together, medium: at most 512, long: more"
-
 
 TIER_TIMES = [f"{name}_{which}" for name in ("queue", "ttft", "jct") for which in ("p50", "p95")]
 PROMOTION_NAMES = ["team", "promotions", "promotions_exhausted", "promoted_seconds", "promotion_budget_seconds"]
@@ -164,7 +163,6 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
             "budget left, s",
             "longest pause, s",
             "bound, s",
-            "pause",
         ],
         [
             [
@@ -175,7 +173,6 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
                 number(row["promotion_budget_seconds"], 3),
                 number(row["longest_pause_seconds"], 3),
                 number(row["pause_bound_seconds"] or None, 3),
-                mark(row["longest_pause_seconds"], row["pause_bound_seconds"]),
             ]
             for row in rows
         ],

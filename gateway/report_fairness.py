@@ -1,7 +1,7 @@
 """The fairness report as a page: what was promised, what each team got of what it was entitled to, who waited and paid.
 
 Input is `tenants.reports.fairness_report` with its `service_series`; nothing is measured or judged here but the marks:
-a promise is *kept* when the measured value is at most the printed bound.
+a promise is *kept* when the lag was at most the printed bound, and no request paused longer than its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ from gateway.report_format import (
     bound_text,
     count,
     is_broken,
-    mark,
     moment,
     number,
     part_of,
@@ -28,10 +27,10 @@ from gateway.report_format import (
     size,
     span,
     sum_of,
-    tier_order,
     tone,
 )
-from gateway.report_html import Cell, Figure, Page, Section, Table, Tile, csv_href, render_page
+from gateway.report_html import Figure, Page, Section, Table, Tile, csv_href, render_page
+from gateway.report_promises import promises
 from gateway.report_series import OTHERS, Binned, bin_series, time_ticks
 
 
@@ -106,9 +105,7 @@ def tiles(report: Report) -> list[Tile]:
             "Longest pause",
             seconds(worst["longest_pause_seconds"]) if worst else "–",
             f"{worst['tier']}, {bound_text(worst['pause_bound_seconds'])}" if worst else "no request",
-            "bad"
-            if any(is_broken(row["longest_pause_seconds"], row["pause_bound_seconds"]) for row in report["tiers"])
-            else "",
+            "bad" if any(row["pauses_over_bound"] for row in report["tiers"]) else "",
         ),
         Tile("Promotions", count(sums["promotions"]), f"budget too small {exhausted} times"),
         Tile(
@@ -129,64 +126,6 @@ def worst_pause(report: Report) -> Mapping[str, Any] | None:
             row["longest_pause_seconds"],
         ),
         default=None,
-    )
-
-
-def promises(report: Report) -> Section:
-    """Longest pause against the printed bound per tier, and lag against its bound."""
-    bars: list[svg.Bar] = []
-    rows: list[list[Cell | str]] = []
-    order = tier_order(report)
-    tiers: Rows = sorted(report["tiers"], key=lambda row: order.index(row["tier"]))
-    for tier in tiers:
-        longest, bound = tier["longest_pause_seconds"], tier["pause_bound_seconds"]
-        rows.append(
-            [
-                f"longest pause, {tier['tier']}",
-                number(longest, 3),
-                number(bound or None, 3),
-                part_of(longest, bound),
-                mark(longest, bound),
-            ]
-        )
-        text = f"{seconds(longest)} of {seconds(bound)}" if bound else seconds(longest)
-        bars.append(svg.Bar(tier["tier"], [(longest or 0.0, "cx")], text, bound or None, is_broken(longest, bound)))
-    rows.append(
-        [
-            "lag, all teams",
-            number(report["lag_max_seconds"], 3),
-            number(report["lag_bound_seconds"] or None, 3),
-            part_of(report["lag_max_seconds"], report["lag_bound_seconds"]),
-            mark(report["lag_max_seconds"], report["lag_bound_seconds"]),
-        ]
-    )
-    ends = [tier[name] or 0.0 for tier in tiers for name in ("longest_pause_seconds", "pause_bound_seconds")]
-    top = max(ends, default=0.0) or 1.0
-    broken = [tier["tier"] for tier in tiers if is_broken(tier["longest_pause_seconds"], tier["pause_bound_seconds"])]
-    figure = Figure(
-        "Longest pause of a request, against the printed bound",
-        svg.bars(alt("Longest pause of a request per tier against its bound", bars), bars, top),
-        (
-            f"Violated in {', '.join(broken)}: a bar passes its tick."
-            if broken
-            else "Every bar must end before its tick."
-        )
-        + " A tier without a tick had no request that waited past its starvation threshold.",
-        legend=str(svg.Legend([("longest pause seen", "cx", ""), ("bound (maximum pause)", "", "tick")])),
-        unit="seconds without a token's progress, from arrival to the end",
-        csv_name="pauses.csv",
-        csv_href=csv_href(
-            ["tier", "longest_pause_seconds", "pause_bound_seconds"],
-            [[tier["tier"], tier["longest_pause_seconds"], tier["pause_bound_seconds"]] for tier in tiers],
-        ),
-    )
-    table = Table("Promises", ["promise", "measured, s", "bound, s", "used", "verdict"], rows)
-    return Section(
-        "promises",
-        "Promises",
-        "What the scheduler promises in numbers, and what was measured in this period.",
-        [figure] if tiers else [],
-        [table],
     )
 
 

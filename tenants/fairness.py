@@ -11,14 +11,16 @@ slowdown is a request's whole time over the work it would have been alone on the
 Interference: the victim's sequences lost their slot or their blocks, the causer paid for the copies and replays.
 
 Counts and waits are of requests that finished in the period, from the ledger; service, promotions, pauses and
-interference are by the second, from the samples. Percentiles are exact, by nearest rank. Times are seconds.
+interference are by the second, from the samples. Each request is held against the bound that was worked out for it when
+it began to starve: `pauses_over_bound` counts those that paused longer, which the tier's longest pause and largest
+bound need not show. Percentiles are exact, by nearest rank. Times are seconds.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
@@ -33,6 +35,9 @@ _TIER_COLUMNS = {
     "requests": SUMS["requests"],
     "longest_pause_us": func.max(_ledger.longest_pause_us),
     "pause_bound_us": func.max(_ledger.pause_bound_us),
+    "over_bound": func.sum(
+        case(((_ledger.pause_bound_us > 0) & (_ledger.longest_pause_us > _ledger.pause_bound_us), 1), else_=0)
+    ),
 }
 Terms = dict[int, tuple[str, str | None, int]]
 
@@ -138,6 +143,7 @@ async def _tiers(connection: AsyncConnection, period: Period) -> list[dict[str, 
             line |= times[key][1][name].seconds(name)
         line["longest_pause_seconds"] = row["longest_pause_us"] / 1e6
         line["pause_bound_seconds"] = row["pause_bound_us"] / 1e6 or None  # of requests that starved
+        line["pauses_over_bound"] = row["over_bound"]
         lines.append(line)
     return lines
 

@@ -113,6 +113,7 @@ def _tier(tier: str, i: int) -> dict[str, Any]:
         **times,
         "longest_pause_seconds": 2.4 * (i + 1),
         "pause_bound_seconds": bound,
+        "pauses_over_bound": (3, 0, 0)[i],
     }
 
 

@@ -49,6 +49,9 @@ class Outcome:
     forced: int = 0
     lost: int = 0
     promotions: int = 0
+    starved: int = 0
+    over_bound: int = 0  # of these, those that paused longer than the bound that held for them (I8): not promised here
+    pause_of_bound: float = 0.0
     link_of_bound: float = 0.0
     ends: dict[str, int] = field(default_factory=dict)
 
@@ -340,6 +343,11 @@ class Books:
             outcome.swaps += finished.num_swaps
             outcome.recomputes += finished.num_recomputes
             outcome.promotions += finished.num_promotions
+            if finished.pause_bound_us:
+                outcome.starved += 1
+                outcome.over_bound += finished.longest_pause_us > finished.pause_bound_us
+                part = finished.longest_pause_us / finished.pause_bound_us
+                outcome.pause_of_bound = max(outcome.pause_of_bound, part)
             self._finished_us += finished.device_us
             self._check_end(name, reason, finished.device_us)
             self._rig.load.ended(name)

@@ -183,6 +183,8 @@ async def test_waits_and_pauses_of_tiers_come_from_the_ledger(store: Store) -> N
             assert tier[f"{name}_max_seconds"] == max(values) / 1e6
         assert tier["longest_pause_seconds"] == max(row.longest_pause_us for row in own) / 1e6
         assert tier["pause_bound_seconds"] == max(row.pause_bound_us for row in own) / 1e6
+        assert tier["pauses_over_bound"] == sum(0 < row.pause_bound_us < row.longest_pause_us for row in own)
+    assert sum(tier["pauses_over_bound"] for tier in report["tiers"]) > 0
     assert (report["data"], report["jain_weighted"], report["lag_max_seconds"]) == ([], None, None)
 
 

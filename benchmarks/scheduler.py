@@ -67,7 +67,7 @@ def measure(
     seed: int,
 ) -> Timing:
     """Time `steps` steps of a loaded scheduler, with every team coasting or none."""
-    from policies.config import from_profile
+    from engine.assembly import policy_config
     from policies.service import make_policy
 
     rng = random.Random(seed)
@@ -77,14 +77,7 @@ def measure(
         num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # everybody fits
     else:
         num_blocks = slots // 2 * TOKENS_MEAN // config.block_size  # half the slots' worth
-    constants = from_profile(
-        PROFILE,
-        levels=config.levels,
-        fairness_window_us=config.fairness_window_ms * 1000,
-        chunk_tokens=config.prefill_chunk_tokens,
-        context_len=8192,
-    )
-    policy = make_policy(policy_name, with_coasting(constants, is_coasting))
+    policy = make_policy(policy_name, with_coasting(policy_config(config, PROFILE, 8192), is_coasting))
     clock = VirtualClock()
     runner = SimRunner(PROFILE, clock, block_copy_us=BLOCK_COPY_US)
     num_blocks = max(num_blocks, TOKENS_MAX // config.block_size + 1)

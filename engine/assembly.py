@@ -22,6 +22,7 @@ from engine.samples import ServiceSampler
 from engine.scheduler import Scheduler
 from engine.step_log import StepLog, StepLogStart
 from policies.config import PolicyConfig, from_profile
+from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
 from policies.service import make_policy
 
@@ -64,6 +65,20 @@ def read_config(text: str) -> EngineConfig:
     return msgspec.structs.replace(config, num_threads=num_threads)
 
 
+def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) -> PolicyConfig:
+    """The constants of a policy under these settings."""
+    return from_profile(
+        profile,
+        levels=config.levels,
+        fairness_window_us=config.fairness_window_ms * 1000,
+        coast=config.coast,
+        chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
+        context_len=context_len,
+        promotion_percent=config.promotion_percent,
+        min_run_steps=config.swap_min_run_steps,
+    )
+
+
 def build_parts(config: EngineConfig) -> EngineParts:
     """The runner of the configured kind, and what comes with it. Raises StartError, and what a damaged model raises."""
     return _simulated(config) if config.kind == "sim" else _with_torch(config)
@@ -101,16 +116,7 @@ def assemble(
 
     `tell` gets one line should the step log stop. Raises StepLogError.
     """
-    constants = from_profile(
-        parts.profile,
-        levels=config.levels,
-        fairness_window_us=config.fairness_window_ms * 1000,
-        coast=config.coast,
-        chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
-        context_len=parts.model.context_len,
-        promotion_percent=config.promotion_percent,
-        min_run_steps=config.swap_min_run_steps,
-    )
+    constants = policy_config(config, parts.profile, parts.model.context_len)
     policy = make_policy(config.policy, constants)
     has_promises = policy.name == EgMlfq.name
     upload_us = _upload_max_us(config, parts)

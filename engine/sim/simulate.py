@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from engine.assembly import policy_config
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
@@ -17,7 +18,6 @@ from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
 from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
 from engine.sim.workload import TraceRequest
-from policies.config import from_profile
 from policies.cost import StepProfile
 from policies.service import make_policy
 from policies.tiers import DEFAULT_TIERS, Tier
@@ -181,17 +181,7 @@ def _replay(
 ) -> _Run:
     clock = VirtualClock()
     runner = HashingRunner(SimRunner(profile, clock, block_copy_us=memory.block_copy_us))
-    constants = from_profile(
-        profile,
-        levels=config.levels,
-        fairness_window_us=config.fairness_window_ms * 1000,
-        coast=config.coast,
-        chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
-        context_len=context_len,
-        promotion_percent=config.promotion_percent,
-        min_run_steps=config.swap_min_run_steps,
-    )
-    policy = make_policy(policy_name, constants)
+    policy = make_policy(policy_name, policy_config(config, profile, context_len))
     model = ModelInfo(
         name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="", device="sim"
     )

@@ -30,10 +30,6 @@ class Draw:
     eos_token_ids: tuple[int, ...]
 
 
-class NotFinite(ValueError):
-    """A row's logits hold no finite largest value, so no token can be chosen."""
-
-
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 24 random bits: the first of BLAKE2b(seed, position)."""
     message = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")

@@ -3,7 +3,6 @@
 The same trace, settings and profile give the same bytes; each policy's schedule is hashed, step by step, to show it.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -150,11 +149,6 @@ def simulate(
         },
         "policies": [_report(run, tier_of, config, profile, memory.block_bytes) for run in runs],
     }
-
-
-def report_lines(report: Mapping[str, Any]) -> str:
-    """A report as JSON lines, one for each policy."""
-    return "".join(json.dumps(policy, sort_keys=True) + "\n" for policy in report["policies"])
 
 
 def isolated_us(profile: StepProfile, config: EngineConfig, prompt_tokens: int, output_tokens: int) -> int:

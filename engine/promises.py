@@ -35,6 +35,12 @@ class Promises:
         """The table of teams is this from now on."""
         self._teams = {terms.team_id: terms for terms in teams}
         self._bounds.clear()
+        self._due = [
+            (self._starves_us(sequence), sequence.seq_id, sequence)
+            for _, _, sequence in self._due
+            if not (sequence.is_finished or sequence.is_starving)
+        ]
+        heapq.heapify(self._due)
 
     def bound_us(self, team_id: int, num_ahead: int) -> int:
         """The longest pause before a step of a team's sequence with so many ahead of it; 0 when there is no bound."""

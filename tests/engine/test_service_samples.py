@@ -164,3 +164,19 @@ def test_a_team_that_was_archived_and_restored_begins_anew() -> None:
         restored.totals = [service(0, served_us)]
         samples = sampler.take(second * INTERVAL_US)
         assert samples is not None and samples.teams[0].served_us == served_us
+
+
+def test_a_shorter_starving_after_holds_for_those_that_wait_already() -> None:
+    constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
+    engine = Engine(
+        policy=EgMlfq(constants), max_batch_size=1, teams=(team(0), team(1)), promises=Promises(constants, 0)
+    )
+    for index in range(4):
+        engine.core.add(submit(f"r{index}", prompt=1, output=9))
+    engine.core.step()
+    patient = TeamEntry(team_id=0, weight=1, start_level=0, starving_after_us=5000, promotion_burst_grants=4)
+    engine.core.configure(ConfigureTeams(teams=(patient, team(1))))
+    finished = [f for message in engine.run() for f in message.finished]
+    assert max(f.longest_pause_us for f in finished) < 1_000_000, "nobody starves by the table they arrived under"
+    for one in finished:
+        assert (one.pause_bound_us > 0) == (one.longest_pause_us > 5000)

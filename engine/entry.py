@@ -180,8 +180,7 @@ class Entry:
         """It was refused for blocks."""
         self.is_short = True
         sequence.num_refusals += 1
-        if not sequence.is_started:
-            self._num_tried += 1
+        self._num_tried += not sequence.num_claimed  # it is not started
         if self.holder is None:
             self._reserve_for(policy, sequence)
 

@@ -33,7 +33,7 @@ from policies.cost import StepProfile, split_step
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
 
-_RUNNING, _PAUSED = Status.RUNNING, Status.PAUSED
+_RUNNING, _PAUSED, _WAITING, _DROPPED = Status.RUNNING, Status.PAUSED, Status.WAITING, Status.DROPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +233,12 @@ class Scheduler:
     def _pick(self, now_us: int) -> _Picked:
         """Let the policy pick, and take what fits."""
         policy, profile, entry, swaps, pool = self.policy, self._profile, self._entry, self._swaps, self.pool
-        best, take, promises = policy.best, policy.take, self.promises
+        best, take, refuse, promises = policy.best, policy.take, policy.refuse, self.promises
         block_size, fixed_us = self._config.block_size, profile.fixed_us
         tokens_left = self._config.max_batch_tokens
         slots_left = self._config.max_batch_size
         picked = _Picked([], [], [], [])
+        live = self._sequences
         rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
         refused: list[Sequence] = []
         if swaps is not None:
@@ -251,21 +252,22 @@ class Scheduler:
             seq_id = best()
             if seq_id is None:
                 break
-            sequence = self._sequences[seq_id]
+            sequence = live[seq_id]
             status = sequence.status
             is_new = False
             if status is not _RUNNING and status is not _PAUSED:
-                is_new = not sequence.is_started
+                is_new = status is _WAITING or status is _DROPPED
                 if not is_new:
                     self._refuse(sequence)
                     continue
                 if sequence.num_claim > room or not entry.fits(sequence, pool.num_free):
-                    policy.refuse(seq_id)
+                    refuse(seq_id)
                     if swaps is not None:
                         swaps.refused(sequence, 0)
                     entry.refuse(policy, sequence)
                     refused.append(sequence)
-                    is_closed = is_closed or (entry.is_tried_enough and entry.close(policy, refused, pool.num_free))
+                    if swaps is not None:
+                        is_closed = is_closed or (entry.is_tried_enough and entry.close(policy, refused, pool.num_free))
                     continue
                 self._start(sequence, now_us)
             request, output = sequence.request, sequence.output_token_ids

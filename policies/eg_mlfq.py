@@ -151,6 +151,8 @@ class EgMlfq(MeteredPolicy):
         team = head.team
         if not team.num_away:
             return head
+        if team.num_refused == team.num_live and team.num_away == team.num_live:
+            return None
         walk = self._walks.get(team)
         if walk is None:
             walk = team.levels.walk()

@@ -4,7 +4,7 @@ FastServe's proactive swapping (arXiv 2305.05920, section on KV swapping), made 
 `Turn`, the time until a sequence will probably run next (ENST), which the policy knows. Those that run late are moved
 out first, and a team that is locked out of its share runs late. Those that run soon are brought back before their turn.
 
-Guards, each against a way to thrash (docs/scheduling.md):
+Guards, each against a way to thrash (docs/scheduling.md, "What may be moved out"):
 
 * G1 a move out must pay: the turn is at least gamma round trips of its own copies away. Growth of a sequence that
   already holds its KV is exempt, for it has a slot that would stay empty, but may only move out what ranks behind it.
@@ -15,7 +15,7 @@ Guards, each against a way to thrash (docs/scheduling.md):
 
 When nothing at all could run, `force` makes room whatever the guards say: the sequence that runs last goes first.
 When the host is full too, the fully prefilled sequence with the fewest computed tokens among the most over-served teams
-drops its KV (DESIGN section 5), for growth and in `force` only. A half-prefilled sequence is never dropped.
+drops its KV (docs/architecture.md), for growth and in `force` only. A half-prefilled sequence is never dropped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -20,7 +20,8 @@ Team = Annotated[str, typer.Argument(metavar="TEAM")]
 Number = str | None
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # team and tier names, public ids
 _TIER_COLUMNS = ["name", "weight", "start_level", "starving_after_ms", "promotion_burst_grants", "max_queue_seconds"]
-_TIER_COLUMNS += ["max_pause_seconds", "max_pause_empty_queue_seconds"]
+_EMPTY, _FULL, _NONE = "max_pause_with_an_empty_queue", "max_pause_with_a_full_queue", "no_max_pause"
+_TIER_COLUMNS += [_EMPTY, _FULL]
 TEAMS, KEYS, TIERS = "/admin/v1/teams", "/admin/v1/keys", "/admin/v1/tiers"
 
 
@@ -45,15 +46,22 @@ def _show_list(answer: dict[str, Any], as_json: bool, title: str) -> None:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Nested limits as columns of their own: `limits.concurrent` and so on; no limit is `unlimited`."""
+    """For people: nested limits as columns of their own (no limit is `unlimited`), maximum pauses with their units."""
+    from gateway.report_format import count, seconds
+
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        if name == "object":
+        if name == "object" or name.startswith("max_pause_"):
             continue
         if isinstance(value, dict):
             flat |= {inner: "unlimited" if v is None else v for inner, v in value.items()}
         else:
             flat[name] = value
+    if "max_pause_seconds" in record:
+        full, empty = record["max_pause_seconds"], record["max_pause_empty_queue_seconds"]
+        flat[_EMPTY] = None if empty is None else seconds(empty)
+        flat[_FULL] = None if full is None else f"{seconds(full)} ({count(record['max_pause_queue'])} requests)"
+        flat[_NONE] = record["max_pause_unknown"]
     return flat
 
 
@@ -171,15 +179,19 @@ def tier_list(data_dir: DataDir = None, as_json: Json = False) -> None:
         if as_json:
             print_json(answer)
             return
-        print_table(answer["data"], _TIER_COLUMNS, title="tiers")
+        print_table([_flat(tier) for tier in answer["data"]], _TIER_COLUMNS, title="tiers")
         reasons: dict[str, list[str]] = {}
         for tier in answer["data"]:
             if tier["max_pause_unknown"]:
                 reasons.setdefault(tier["max_pause_unknown"], []).append(tier["name"])
         for reason, names in reasons.items():
             print(f"no maximum pause for {', '.join(names)}: {reason}")
-        if not reasons:
-            print("A request waits for a step no longer than the maximum pause, also with its team's queue full.")
+        if len(answer["data"]) > sum(map(len, reasons.values())):
+            print(
+                "A starving request gets its next step within the maximum pause: with an empty queue, none of its team "
+                "waits before it;\nwith a full queue, as many as its team may have at once. "
+                "A `quota --concurrent` limit lowers it: terazi quota set TEAM --concurrent N"
+            )
 
 
 @tier_app.command("show")
@@ -239,7 +251,7 @@ def quota_set(
         given = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
         given |= {"concurrent": concurrent}
         limits = {
-            name: None if text == "unlimited" else _whole(name, text)
+            name: None if text == "unlimited" else _whole(name, text, ", or the word unlimited")
             for name, text in given.items()
             if text is not None
         }
@@ -248,12 +260,14 @@ def quota_set(
         _show(_call(data_dir, "PUT", _path(TEAMS, team, "quota"), body=limits), as_json)
 
 
-def _whole(name: str, text: str) -> int:
+def _whole(name: str, text: str, what: str = "") -> int:
     """A whole number in plain digits (the server knows the range); 1e400, 10,000 and NaN raise CommandError."""
     if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
-        raise CommandError(f"{name}: {text!r} is not a whole number", EXIT_USAGE, "invalid_value")
+        raise CommandError(f"{name}: {text!r} is not a whole number{what}", EXIT_USAGE, "invalid_value")
     if int(text) < 0:
-        raise CommandError(f"{name}: {text} is negative", EXIT_USAGE, "invalid_value")
+        raise CommandError(
+            f"{name}: {text} is negative; give a whole number from 0 up{what}", EXIT_USAGE, "invalid_value"
+        )
     return int(text)
 
 

@@ -39,7 +39,9 @@ def seconds(value: float | None) -> str:
         return f"{value * 1000:.1f} ms"
     if value < 120:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
-    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+    if value < 7200:
+        return f"{value / 60:.1f} min"
+    return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86400:.1f} days"
 
 
 def span(value: float) -> str:

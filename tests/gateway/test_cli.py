@@ -1,6 +1,7 @@
 """Commands without a server: exit codes, one JSON document, what is refused, and the reference page."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -387,9 +388,18 @@ def test_tiers_are_listed_with_their_maximum_pause_or_why_there_is_none(
     assert "no maximum pause for gold, silver, bronze: no engine is connected" in listed
     known = ok(data_dir, "tier", "list")
     for tier, seconds in zip(known["data"], (1.5, 12.25, None), strict=True):
-        tier |= {"max_pause_seconds": seconds, "max_pause_unknown": None if seconds else "no team has this tier"}
+        full = seconds and seconds * 4096
+        tier |= {"max_pause_empty_queue_seconds": seconds, "max_pause_seconds": full, "max_pause_queue": 4096}
+        tier |= {"max_pause_unknown": None if seconds else "no team has this tier"}
     monkeypatch.setattr("gateway.cli_admin._call", lambda *_, **__: known)
     lines = run(data_dir, "tier", "list").stdout.splitlines()
-    gold = next(line.split() for line in lines if line.split()[:1] == ["gold"])
-    assert gold[-2:] == ["1.500", "-"]
-    assert lines[-1] == "no maximum pause for bronze: no team has this tier"
+    by_name = {line.split()[0]: line for line in lines if line.split()}
+    cells = {name: re.split(r" {2,}", line.strip()) for name, line in by_name.items()}
+    assert cells["name"][-2:] == ["max pause with an empty queue", "max pause with a full queue"]
+    assert cells["gold"][-2:] == ["1.50 s", "102.4 min (4,096 requests)"]
+    assert cells["silver"][-2:] == ["12.2 s", "13.9 h (4,096 requests)"]
+    assert "no maximum pause for bronze: no team has this tier" in lines
+    assert "quota set TEAM --concurrent N" in lines[-1]
+    monkeypatch.setattr("gateway.cli_admin._call", lambda *_, **__: known["data"][0])
+    shown = run(data_dir, "tier", "show", "gold").stdout
+    assert "max_pause_with_an_empty_queue  1.50 s" in shown and "no_max_pause                   -" in shown

@@ -110,6 +110,7 @@ def test_a_promise_is_kept_up_to_its_bound(measured: float | None, bound: float 
         (seconds(75.04), "75.0 s"),
         (seconds(600), "10.0 min"),
         (seconds(9000), "2.5 h"),
+        (seconds(216_000), "2.5 days"),
         (seconds(None), "–"),
         (size(0), "0 B"),
         (size(1023), "1023 B"),

@@ -120,6 +120,7 @@ def assemble(
     policy = make_policy(config.policy, constants)
     has_promises = policy.name == EgMlfq.name
     upload_us = _upload_max_us(config, parts)
+    rate_percent = least_rate_percent(config) if upload_us else 100
     scheduler = Scheduler(
         config,
         policy,
@@ -128,7 +129,7 @@ def assemble(
         eos_token_ids=parts.model.eos_token_ids,
         num_host_blocks=parts.num_host_blocks,
         block_copy_us=parts.block_copy_us,
-        promises=Promises(constants if has_promises else None, upload_us),
+        promises=Promises(constants if has_promises else None, upload_us, rate_percent),
     )
     step_log = _open_step_log(config, scheduler, identity, tell)
     core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model, step_log)
@@ -157,7 +158,7 @@ def assemble(
         block_bytes=parts.block_bytes,
         block_copy_us=parts.block_copy_us,
         memory_preemption=scheduler.memory_preemption,
-        constants=_policy_info(constants, upload_us) if has_promises else None,
+        constants=_policy_info(constants, upload_us, rate_percent) if has_promises else None,
     )
     return core, ServiceSampler(policy, parts.clock.now_us(), scheduler, parts.block_bytes), hello
 
@@ -170,7 +171,12 @@ def _upload_max_us(config: EngineConfig, parts: EngineParts) -> int:
     return math.ceil(num_blocks * parts.block_copy_us)
 
 
-def _policy_info(constants: PolicyConfig, upload_us: int) -> PolicyInfo:
+def least_rate_percent(config: EngineConfig) -> int:
+    """The part of the device's time that swapping leaves, while it does not force moves."""
+    return max(1, 100 - config.swap_link_percent)
+
+
+def _policy_info(constants: PolicyConfig, upload_us: int, rate_percent: int) -> PolicyInfo:
     return PolicyInfo(
         levels=constants.levels,
         base_quantum_us=constants.base_quantum_us,
@@ -179,6 +185,7 @@ def _policy_info(constants: PolicyConfig, upload_us: int) -> PolicyInfo:
         promotion_percent=constants.promotion_percent,
         grant_us=constants.promotion_grant_us,
         upload_max_us=upload_us,
+        rate_percent=rate_percent,
     )
 
 

@@ -206,10 +206,15 @@ class EngineCore:
         if wrong is not None:
             return "invalid_request", wrong
         if len(prompt) + 1 > self._tokens_max:
-            return (
-                "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens; with one token of output at most {self._tokens_max} fit",
-            )
+            said = f"the prompt has {len(prompt)} tokens; with one token of output at most {self._tokens_max} fit"
+            if self.scheduler.tokens_max < self._model.context_len:
+                said += (
+                    f" into the KV memory; the model's context has {self._model.context_len}. "
+                    "An operator can raise --kv-memory"
+                )
+            else:
+                said += " into the model's context; send a shorter prompt"
+            return "context_length_exceeded", said
         return None
 
     @property

@@ -71,6 +71,11 @@ class Entry:
             heapq.heapify(self._deadlines)
         return due
 
+    @property
+    def capacity(self) -> int:
+        """Blocks that claims may come to: those of device and host."""
+        return self._capacity
+
     def shrink(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """So many blocks are out of use."""
         self.device_blocks -= num_device_blocks

@@ -120,5 +120,5 @@ def host_blocks_that_fit(num_wanted: int, num_block_bytes: int, available: int |
 
 def _shortage(side: str, num_blocks: int, num_bytes: int, available: int | None) -> str:
     free = "" if available is None else f", {available / 2**20:.0f} MiB are available"
-    setting = "--host-kv-memory (host_kv_memory_bytes)" if side else "--kv-memory (kv_memory_bytes)"
+    setting = "--host-kv-memory" if side else "--kv-memory"
     return f"the {side}KV pool of {num_blocks} blocks needs {num_bytes / 2**20:.0f} MiB{free}; lower {setting}"

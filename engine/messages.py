@@ -94,6 +94,7 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
     promotion_percent: int
     grant_us: int
     upload_max_us: int  # T_in of the largest sequence
+    rate_percent: int = 100  # the part of the device's time that swapping leaves
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -20,11 +20,14 @@ _SLACK = 64
 class Promises:
     """Owns the table of teams as the bounds need it, who starves, and each team's longest pause since the last look."""
 
-    def __init__(self, config: PolicyConfig | None, upload_us: int) -> None:
-        """`config` None: the policy promises nothing. `upload_us` is the way back of the largest sequence's KV."""
+    def __init__(self, config: PolicyConfig | None, upload_us: int, rate_percent: int = 100) -> None:
+        """`config` None: the policy promises nothing. `upload_us` is the way back of the largest sequence's KV,
+        `rate_percent` the part of the device's time that swapping leaves.
+        """
         self._shares = config
         self._config = config if config is not None and config.promotion_percent else None
         self._upload_us = upload_us
+        self._rate_percent = rate_percent
         self._teams: dict[int, TeamTerms] = {}
         self._bounds: dict[tuple[int, int], int] = {}  # by team and the number ahead
         self._due: list[tuple[int, int, Sequence]] = []  # heap of when it starves unless it has run since
@@ -43,7 +46,8 @@ class Promises:
         heapq.heapify(self._due)
 
     def bound_us(self, team_id: int, num_ahead: int) -> int:
-        """The longest pause before a step of a team's sequence with so many ahead of it; 0 when there is no bound."""
+        """The longest pause before a step of a team's sequence with so many ahead of it, also while blocks are short; 0
+        when there is no bound."""
         if self._config is None or team_id not in self._teams:
             return 0
         key = team_id, num_ahead
@@ -52,7 +56,13 @@ class Promises:
             if len(self._bounds) >= _CACHE_MAX:
                 self._bounds.clear()
             found = self._bounds[key] = pause_bound_us(
-                self._config, self._teams.values(), team_id, num_ahead, self._upload_us
+                self._config,
+                self._teams.values(),
+                team_id,
+                num_ahead,
+                self._upload_us,
+                is_short=True,
+                rate_percent=self._rate_percent,
             )
         return found
 

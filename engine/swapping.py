@@ -75,6 +75,7 @@ class Swapping:
         self._begun_us: dict[int, int] = {}  # when they were planned, the oldest first
         self._step_us = 0
         self._now_us = 0
+        self._num_steps = 0
 
     def refused(self, sequence: Sequence, missing: int) -> None:
         """It was picked and has no place: `missing` blocks to grow into, when it has KV on the device."""
@@ -108,9 +109,10 @@ class Swapping:
 
     def plan(self, policy: Policy, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""
-        needs = [need for need in self.needs if self._is_still(need)]
-        self._now_us = now_us
+        self._now_us, self._num_steps = now_us, num_steps
         copies = Copies()
+        self._make_claims_fit(policy, copies, num_steps)
+        needs = [need for need in self.needs if self._is_still(need)]
         reserve = self.view.reserve(ran_last)
         free, incoming = self._memory.device.num_free, self._memory.num_incoming
         pools = self.view.pools(reserve, self._link.left_us(now_us))
@@ -141,6 +143,39 @@ class Swapping:
         )
         self._carry_out(policy, moves, copies, num_steps)
         return copies
+
+    def _make_claims_fit(self, policy: Policy, copies: Copies, num_steps: int) -> None:
+        """The holder cannot start because the blocks of all started ones, on either side, leave it no claim: then those
+        of teams that are more over-served lose their KV, the fewest computed first.
+
+        Their own team pays for the replay: it holds more than its share of the memory, and the holder takes no more.
+        """
+        holder = self._entry.holder
+        if holder is None or holder.is_started:
+            return
+        missing = self._entry.num_claimed + holder.num_claim - self._entry.capacity
+        if missing <= 0:
+            return
+        team_id = holder.request.team_id
+        may = [
+            one
+            for one in (*self._resident.values(), *self.away.values())
+            if not one.is_half
+            and one.status in (Status.PAUSED, Status.SWAPPED, Status.RUNNING)
+            and not one.min_run_left
+        ]
+        order = policy.over_served({team_id, *(one.request.team_id for one in may)})
+        worse = order[: order.index(team_id)]
+        may = [one for one in may if one.request.team_id in worse]
+        may.sort(key=lambda one: (worse.index(one.request.team_id), one.num_computed, one.seq_id))
+        moves = []
+        for one in may:
+            if missing <= 0:
+                break
+            moves.append(Move("drop", one.seq_id, one.request.team_id, one.seq_id))
+            missing -= one.num_claimed
+        if missing <= 0:
+            self._carry_out(policy, moves, copies, num_steps)
 
     def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
         """Nothing can run: make room whatever the guards say. None when not even that helps."""
@@ -213,6 +248,11 @@ class Swapping:
             self._bills.replayed_tokens += len(row.token_ids)
         if not sequence.is_half:
             self._entry.filled(sequence)
+            if is_replay:  # as after an upload
+                self._planner.note_upload()
+                sequence.min_run_left = self._planner.min_run_steps
+                sequence.uploaded_step = self._num_steps
+                self._safe[sequence.seq_id] = sequence
             self.half.pop(sequence.seq_id, None)
             self.view.promise(sequence)
             sequence.displaced_by = None
@@ -348,7 +388,8 @@ class Swapping:
         assert self._causes.keys() == self._memory.flights.keys()
 
     def _is_still(self, need: Need) -> bool:
-        return need.seq_id in self._sequences
+        sequence = self._sequences.get(need.seq_id)
+        return sequence is not None and (need.kind is Kind.START or sequence.status is not Status.DROPPED)
 
     def _unasked(self) -> list[Need]:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
@@ -384,6 +425,9 @@ class Swapping:
                     self._bills.counts(cause.team_id, cause.victim_team).preemptions += 1
                 self._entry.has_room_grown = True
                 if move.kind == "drop":
+                    if sequence.status is Status.PAUSED:
+                        since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
+                        self._planner.note_out(since)
                     self.view.forget_away(sequence)
                     self._memory.drop(sequence.table)
                     policy.set_away(sequence.seq_id, False)

@@ -85,7 +85,15 @@ class MaxPauses:
             grant_us=constants.grant_us,
         )
         full, empty = (
-            pause_bound_us(config, self._table, terms.team_id, num_ahead, constants.upload_max_us)
+            pause_bound_us(
+                config,
+                self._table,
+                terms.team_id,
+                num_ahead,
+                constants.upload_max_us,
+                is_short=True,
+                rate_percent=constants.rate_percent,
+            )
             for num_ahead in (max(0, queue - 1), 0)
         )
         return MaxPause(queue, full, empty)

@@ -113,7 +113,7 @@ def test_samples_tell_of_swaps_pauses_bounds_and_who_cost_whom_what() -> None:
         assert sample.bytes_swapped_out % 1024 == 0
         assert sample.longest_pause_us == finished[f"r{team_id}"].longest_pause_us
         terms = [TeamTerms(0, 3), TeamTerms(1, 1)]
-        assert sample.pause_bound_us == pause_bound_us(constants, terms, team_id, sample.waiting, 600)
+        assert sample.pause_bound_us == pause_bound_us(constants, terms, team_id, sample.waiting, 600, is_short=True)
     assert sum(sample.bytes_swapped_out for sample in by_team.values()) > 0
     assert sum(sample.overhead_us for sample in by_team.values()) == samples.stall_us
     assert sum(sample.served_us for sample in by_team.values()) == sum(message.duration_us for message in done)
@@ -135,7 +135,7 @@ def test_a_pause_bound_is_kept_from_the_moment_a_request_starves() -> None:
     for index in range(4):
         engine.core.add(submit(f"r{index}", prompt=1, output=9))
     finished = {f.request_id: f for message in engine.run() for f in message.finished}
-    bounds = {pause_bound_us(constants, [terms], 0, ahead, 0) for ahead in range(1, 5)}
+    bounds = {pause_bound_us(constants, [terms], 0, ahead, 0, is_short=True) for ahead in range(1, 5)}
     starved = [f for f in finished.values() if f.pause_bound_us]
     assert len(starved) >= 2 and all(f.pause_bound_us in bounds for f in starved)
     assert all(f.longest_pause_us >= 5000 for f in starved)

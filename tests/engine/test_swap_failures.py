@@ -82,7 +82,7 @@ def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() ->
     copies, swaps = Copies(), bench.scheduler._swaps
     assert swaps is not None and second.is_half
     second.move_to(Status.PAUSED)
-    swaps._carry_out([Move("out", second.seq_id, 0)], copies, bench.scheduler.num_steps)
+    swaps._carry_out(bench.scheduler.policy, [Move("out", second.seq_id, 0)], copies, bench.scheduler.num_steps)
     bench.step(done=(), failed=[copies.out[0].copy_id])
     assert (second.status, second.num_computed, second.replay_to) == (Status.DROPPED, 0, at)
     starts = []

@@ -197,7 +197,7 @@ def bound(team_id: int, num_ahead: int) -> float:
     )
     gold = TeamTerms(1, weight=4, start_level=0, starving_after_us=300_000, promotion_burst_grants=4)
     bronze = TeamTerms(2, weight=1, start_level=2, starving_after_us=3_000_000, promotion_burst_grants=2)
-    return pause_bound_us(config, [gold, bronze], team_id, num_ahead, 30_000) / 1e6
+    return pause_bound_us(config, [gold, bronze], team_id, num_ahead, 30_000, is_short=True) / 1e6
 
 
 async def test_the_maximum_pause_is_shown_for_teams_and_tiers(state: AdminState, store: Store) -> None:
@@ -257,9 +257,9 @@ async def test_maximum_pauses_of_many_teams_are_worked_out_once_for_each_kind(
     await store.holder.reload()
     calls = []
 
-    def counted(*args: Any) -> int:
+    def counted(*args: Any, **more: Any) -> int:
         calls.append(args)
-        return pause_bound_us(*args)
+        return pause_bound_us(*args, **more)
 
     monkeypatch.setattr(pauses, "pause_bound_us", counted)
     greeting = fake_engine.hello(constants=CONSTANTS)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.assembly import least_rate_percent
 from engine.blocks import blocks_for
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
@@ -298,7 +299,7 @@ class Rig:
             device_blocks,
             num_host_blocks=host_blocks,
             block_copy_us=scenario.block_copy_us,
-            promises=Promises(policy._config, round(scenario.block_copy_us * CONTEXT_LEN)),
+            promises=Promises(policy._config, round(scenario.block_copy_us * CONTEXT_LEN), least_rate_percent(config)),
         )
         model = ModelInfo(
             name="sim", path="", vocab_size=256, context_len=CONTEXT_LEN, eos_token_ids=(), dtype="", device=""

@@ -13,6 +13,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.state import GatewayState, draining_error
+from policies.tiers import Tier
 from tenants.errors import Denied, InvalidKey, KeyExpired, KeyRevoked, LimitExceeded, StoreUnavailable
 from tenants.leases import ReservationState
 from tenants.rows import LedgerRow, OpenEntry
@@ -22,6 +23,12 @@ _MAX_KEY_CHARS = 512
 # One text whether a key is unknown, wrong or malformed.
 _INVALID_KEY = "Incorrect API key provided. Send 'Authorization: Bearer <your team's key>'."
 _NO_KEY = "No API key provided. Send 'Authorization: Bearer <your team's key>'."
+
+_LIMIT_FLAGS = {
+    "requests": "requests-per-minute",
+    "tokens": "tokens-per-minute",
+    "concurrent_limit": "concurrent",
+}
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -70,7 +77,12 @@ def identify(state: GatewayState, headers: RawHeaders) -> Identity:
 def limit_error(error: LimitExceeded) -> GatewayError:
     """A limit of one's own, as its 429."""
     message = error.message
-    if error.never_fits and error.limit == "tokens":
+    if error.hard == 0:
+        message += (
+            " A limit of 0 allows none at all, so trying again cannot help; an operator can raise it: "
+            f"terazi quota set {error.name} --{_LIMIT_FLAGS.get(error.limit, error.limit)} N"
+        )
+    elif error.never_fits and error.limit == "tokens":
         message += " A request reserves its prompt and its 'max_tokens'; send a smaller 'max_tokens'."
     details = {"scope": error.scope, "limit": error.hard, "used": error.used, "requested": error.requested}
     kind = RateLimited if error.limit in ("requests", "tokens", "concurrent_limit") else QuotaSpent
@@ -82,6 +94,7 @@ def limit_error(error: LimitExceeded) -> GatewayError:
     )
     if error.never_fits:  # the same request can never pass
         refusal.should_retry = False
+        refusal.has_time = error.hard > 0  # a smaller one can, then
     return refusal
 
 
@@ -138,10 +151,12 @@ class Claim:
         self._state.meters.ended(row)
 
 
-def queue_timeout(seconds: int) -> Overloaded:
+def queue_timeout(tier: Tier) -> Overloaded:
     """The request waited as long as its tier allows and has not started."""
     return Overloaded(
-        f"The request did not start within {seconds} s, the longest its tier waits.",
+        f"The request did not start within {tier.max_queue_seconds} s, the longest that the tier {tier.name} waits. "
+        "Try again when less is going on, or ask the operator for a longer wait: "
+        f"terazi tier set {tier.name} --max-queue-seconds N",
         code="queue_timeout",
         retry_after_seconds=10,
     )

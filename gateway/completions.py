@@ -280,7 +280,7 @@ class _Call:
         if finished.reason in ("stop", "length"):
             return finished.reason
         if finished.reason == "timeout":
-            raise queue_timeout(self._claim.identity.tier.max_queue_seconds)
+            raise queue_timeout(self._claim.identity.tier)
         if finished.reason == "error":
             raise EngineFailed(f"The engine failed on this request: {finished.message or 'no reason given'}.")
         raise EngineDied("The engine gave this request up.")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig
-from gateway.settings import Settings
+from gateway.settings import SETTINGS, Settings
 
 _log = logging.getLogger("terazi.engine")
 
@@ -154,6 +155,16 @@ class EngineProcess:
                 # Until it listens, its own error line is the reason that `start` raises: not printed twice.
                 if self._is_listening or not line.startswith("terazi-engine:"):
                     _log.info("%s", line.removeprefix("engine: "))
+
+
+def named_by_source(text: str, settings: Settings) -> str:
+    """What the engine says of a flag, said of where the value came from: a variable, or a line of the file."""
+    for row in SETTINGS:
+        kind, _, where = settings.sources[row.name].partition(" ")
+        if row.flag and kind in ("environment", "file"):
+            name = where if kind == "environment" else f"{row.path} ({where})"
+            text = re.sub(rf"(?<![\w-]){row.flag}(?![\w-])", name.replace("\\", r"\\"), text)
+    return text
 
 
 def engine_config(settings: Settings) -> EngineConfig:

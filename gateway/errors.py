@@ -11,7 +11,7 @@
     ├── RequestTooLarge             413     invalid_request_error   request_too_large
     ├── UnsupportedMediaType        415     invalid_request_error   unsupported_media_type
     ├── HeadersTooLarge             431     invalid_request_error   headers_too_large
-    ├── Retryable                   (always with an integer Retry-After >= 1)
+    ├── Retryable                   (with an integer Retry-After >= 1; a limit of 0 has none)
     │   ├── RateLimited             429     rate_limit_error        requests, tokens, concurrent_limit
     │   ├── QuotaSpent              429     insufficient_quota      (the limit's name); x-should-retry: false
     │   ├── Overloaded              429     overloaded_error        queue_full, queue_timeout
@@ -167,9 +167,10 @@ class HeadersTooLarge(GatewayError):
 
 
 class Retryable(GatewayError):
-    """A refusal that may end by itself: always says when to try again."""
+    """A refusal that may end by itself: says when to try again, unless no time can help."""
 
     should_retry = True
+    has_time = True  # False: no time will help, so none is named
     scope = "team"  # whose limit it is; "global" is the server's
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0, **kwargs: Any) -> None:
@@ -179,10 +180,10 @@ class Retryable(GatewayError):
 
     def headers(self) -> dict[str, str]:
         seconds = self.retry_after_seconds
+        when = {"retry-after": str(seconds), "retry-after-ms": str(seconds * 1000)} if self.has_time else {}
         return {
             **super().headers(),
-            "retry-after": str(seconds),
-            "retry-after-ms": str(seconds * 1000),
+            **when,
             "x-terazi-scope": str(self.details["scope"]),
             "x-should-retry": "true" if self.should_retry else "false",
         }

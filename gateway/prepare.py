@@ -26,6 +26,14 @@ def room_of(hello: Hello) -> int:
     return min(hello.model.context_len, hello.block_size * hello.num_device_blocks)
 
 
+def _what_is_full(hello: Hello) -> str:
+    """What `room_of` is the size of, and what can be done."""
+    context = hello.model.context_len
+    if room_of(hello) < context:
+        return f"into the KV memory (the model's context has {context}): an operator can raise --kv-memory"
+    return "into the model's context: send a shorter prompt"
+
+
 def prepare(
     endpoint: Endpoint,
     body: bytes,
@@ -62,7 +70,8 @@ def prepare(
         raise BadRequest("The prompt has no tokens.", param=param, code="empty_prompt")
     if len(token_ids) >= room:
         raise ContextLengthExceeded(
-            f"The prompt has {len(token_ids)} tokens; with one token of output at most {room} fit.",
+            f"The prompt has {len(token_ids)} tokens; with one token of output at most {room} fit "
+            f"{_what_is_full(hello)}.",
             param=param,
             details={"limit": room, "requested": len(token_ids) + 1},
         )

@@ -20,7 +20,7 @@ from gateway import booking, lock, logs
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
-from gateway.engine_process import EngineStartError, engine_config, socket_path_for
+from gateway.engine_process import EngineStartError, engine_config, named_by_source, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
 from gateway.http_protocol import HEAD_SECONDS
@@ -54,7 +54,9 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_Server(settings, quickstart=quickstart, as_json=as_json).run())
-        except (ListenError, EngineStartError) as error:
+        except EngineStartError as error:
+            raise CommandError(named_by_source(str(error), settings), code="start_failed") from None
+        except ListenError as error:
             raise CommandError(str(error), code="start_failed") from None
         except TenantError as error:
             raise CommandError(error.message, code=error.code) from None
@@ -93,7 +95,7 @@ def curl_line(url: str, key: str, model: str) -> str:
     message = '{"role": "user", "content": "What is the capital of France?"}'
     return (
         f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
-        f'  -d \'{{"model": "{model}", "messages": [{message}]}}\''
+        f'  -d \'{{"model": "{model}", "temperature": 0, "messages": [{message}]}}\''
     )
 
 

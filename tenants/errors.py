@@ -103,6 +103,7 @@ class LimitExceeded(TenantError):
         )
         self.limit = limit
         self.scope = scope
+        self.name = name
         self.hard = hard
         self.used = used
         self.requested = requested

@@ -40,7 +40,8 @@ async def get_tier(connection: AsyncConnection, name: str) -> Tier:
         query = select(tables.tiers).where(tables.tiers.c.name == name)
         row = (await connection.execute(query)).mappings().one_or_none()
     if row is None:
-        raise NotFound(f"There is no tier {redact(name)!r}.", code="tier_not_found")
+        there_are = ", ".join(tier.name for tier in await list_tiers(connection))
+        raise NotFound(f"There is no tier {redact(name)!r}; there are: {there_are}.", code="tier_not_found")
     return tables.tier_of(row, "")
 
 

@@ -28,7 +28,8 @@ def build(config: EngineConfig) -> EngineParts:
     model = describe(config.model, config.cache_dir, dtype="bfloat16", device="sim", num_threads=config.num_threads)
     block_bytes = read_model_config(Path(model.path)).kv_bytes_per_token(KV_ELEMENT_BYTES) * config.block_size
     if config.kv_memory_bytes < block_bytes:
-        raise ValueError(f"--kv-memory of {config.kv_memory_bytes} bytes holds no block of {block_bytes} bytes; raise it")
+        had = config.kv_memory_bytes
+        raise ValueError(f"--kv-memory of {had} bytes holds no block of {block_bytes} bytes; raise it")
     profile = fixed_profile()
     clock = PacedClock()
     block_copy_us = block_bytes * 1e6 / COPY_BYTES_PER_SECOND

@@ -171,7 +171,7 @@ REFUSED: list[tuple[str, str, Any, int, str, str | None, str]] = [
     ("POST", "/teams", {"name": "x"}, 400, "invalid_value", None, "missing required field `tier`"),
     ("POST", "/teams", {"name": 5, "tier": "gold"}, 400, "invalid_value", "name", "Expected `str`"),
     ("POST", "/teams", {"name": "X", "tier": "gold"}, 400, "invalid_value", "name", "not allowed"),
-    ("POST", "/teams", {"name": "x", "tier": "golden"}, 404, "tier_not_found", None, "golden"),
+    ("POST", "/teams", {"name": "x", "tier": "golden"}, 404, "tier_not_found", None, "there are: gold, silver, bronze"),
     ("POST", "/teams", {"name": "there", "tier": "gold"}, 409, "team_exists", None, "already"),
     ("POST", "/teams", ["x"], 400, "invalid_json", None, "JSON object"),
     ("PATCH", "/teams/there", {}, 400, "empty_change", None, "Nothing to change"),

@@ -160,6 +160,16 @@ def test_a_limit_error_carries_its_numbers() -> None:
     assert error.headers()["retry-after"] == "1" and error.headers()["retry-after-ms"] == "1000"
 
 
+@pytest.mark.case("G47")
+def test_a_limit_of_nothing_names_no_time_to_try_again() -> None:
+    error = limit_error(
+        LimitExceeded(limit="requests", scope="team", name="red", hard=0, used=0, requested=1, retry_after_seconds=60)
+    )
+    headers = error.headers()
+    assert not {"retry-after", "retry-after-ms"} & headers.keys() and headers["x-should-retry"] == "false"
+    assert "terazi quota set red --requests-per-minute" in error.message
+
+
 @pytest.mark.case("G38")
 async def test_junk_models_make_one_series() -> None:
     async with gateway() as g:

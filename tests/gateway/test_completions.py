@@ -117,6 +117,9 @@ async def test_the_clamp_is_the_kv_pool_when_that_is_smaller_than_the_context() 
         assert len(submit.prompt_token_ids) + submit.sampling.max_tokens == 48
         too_long = await g.chat("a" * 60)
         assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
+        assert (
+            "KV memory" in too_long.json()["error"]["message"] and "--kv-memory" in too_long.json()["error"]["message"]
+        )
 
 
 @pytest.mark.case("K66")
@@ -128,6 +131,7 @@ async def test_a_prompt_beyond_the_context_is_refused_before_it_queues(extra: in
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         assert error["terazi"]["limit"] == 32
+        assert "model's context" in error["message"] and "KV memory" not in error["message"]
         assert not g.engine.submitted and not g.ledger.opened and g.outstanding() == 0
 
 

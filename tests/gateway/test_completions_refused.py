@@ -27,7 +27,9 @@ async def test_a_queue_timeout_before_the_headers_is_a_429_and_gives_the_request
         g.engine.finish(submit.request_id, "timeout")
         response = await request
         assert response.status_code == 429
-        assert response.json()["error"]["code"] == "queue_timeout"
+        error = response.json()["error"]
+        assert error["code"] == "queue_timeout" and "that the tier gold waits" in error["message"]
+        assert "terazi tier set gold --max-queue-seconds" in error["message"]
         assert int(response.headers["retry-after"]) >= 1 and "x-ratelimit-limit-requests" in response.headers
         assert response.headers["x-terazi-scope"] == response.json()["error"]["terazi"]["scope"] == "global"
         assert g.ledger.rows[0].outcome == "timeout" and g.ledger.rows[0].started_at_us is None

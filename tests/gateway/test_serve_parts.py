@@ -14,10 +14,21 @@ import pytest
 
 from engine.config import EngineConfig
 from gateway import engine_process, engine_supervisor, logs
-from gateway.engine_process import EngineProcess, EngineStartError, engine_config, socket_path_for
+from gateway.engine_process import EngineProcess, EngineStartError, engine_config, named_by_source, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.listeners import ListenError, bind, make_server, url_of
 from gateway.settings import load
+
+
+def test_what_the_engine_says_of_a_flag_names_where_the_value_came_from(tmp_path: Path) -> None:
+    said = "--kv-memory of 10 bytes holds no block; raise it, not --host-kv-memory"
+    assert named_by_source(said, load({}, {})) == said
+    assert named_by_source(said, load({"kv_memory": "10"}, {"TERAZI_KV_MEMORY": "20"})) == said
+    by_environment = named_by_source(said, load({}, {"TERAZI_KV_MEMORY": "10"}))
+    assert by_environment == "TERAZI_KV_MEMORY of 10 bytes holds no block; raise it, not --host-kv-memory"
+    path = tmp_path / "terazi.yaml"
+    path.write_text("version: 1\nengine: {kv_memory: 10}\n")
+    assert named_by_source(said, load({}, {}, path)).startswith(f"engine.kv_memory ({path}:2) of 10 bytes")
 
 
 @pytest.fixture

@@ -199,15 +199,34 @@ def simulate(
         Path, typer.Option("--trace", metavar="FILE", help="JSON lines: t, team, prompt_tokens, output_tokens.")
     ],
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", metavar="eg-mlfq|fcfs", help="Give it again to compare; both.")
+        list[str] | None,
+        typer.Option(
+            "--policy", metavar="eg-mlfq|fcfs", help="Order of requests; give it again to compare. Default: both."
+        ),
     ] = None,
     tier: Annotated[
-        list[str] | None, typer.Option("--tier", metavar="TEAM=TIER", help="Once for each team; silver.")
+        list[str] | None,
+        typer.Option("--tier", metavar="TEAM=TIER", help="A team's tier, once for each team. Default: silver."),
     ] = None,
     max_batch_size: BatchSize = None,
     max_batch_tokens: BatchTokens = None,
     kv_memory: KvMemory = None,
     host_kv_memory: HostKvMemory = None,
+    memory_preemption: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-preemption",
+            metavar="proactive|reactive|recompute|none",
+            help="How KV is taken from paused requests. Default: proactive.",
+        ),
+    ] = None,
+    coast: Annotated[
+        bool | None,
+        typer.Option(
+            "--coast/--no-coast",
+            help="Serve a team of like requests in order of arrival. Default: TERAZI_COAST, or yes.",
+        ),
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -220,6 +239,8 @@ def simulate(
             "max_batch_tokens": max_batch_tokens,
             "kv_memory": kv_memory,
             "host_kv_memory": host_kv_memory,
+            "memory_preemption": memory_preemption,
+            "coast": None if coast is None else str(coast).lower(),
         }
         cli_reports.simulate(trace, policies, tier or [], limits, as_json)
 

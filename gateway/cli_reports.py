@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -148,7 +149,7 @@ def simulate(
     limits: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
-    """Body of `terazi simulate`; `limits` are settings as text, None for the default.
+    """Body of `terazi simulate`; `limits` are settings as text, None for the default (of `coast`: TERAZI_COAST first).
 
     Raises CommandError or SettingsError.
     """
@@ -165,9 +166,12 @@ def simulate(
             raise CommandError(f"--tier {pair!r} is not TEAM=TIER", EXIT_USAGE, "usage")
         tiers[team] = tier
     sizes = {
-        name: setting(name).default if text is None else parse_text(setting(name), text, setting(name).flag)
+        name: setting(name).default if text is None else parse_text(setting(name), text, _option(name))
         for name, text in limits.items()
     }
+    coast = setting("coast")
+    if limits["coast"] is None and coast.env in os.environ:
+        sizes["coast"] = parse_text(coast, os.environ[coast.env], coast.env)
     for name in policies:
         parse_text(setting("policy"), name, "--policy")
     config = EngineConfig(
@@ -176,6 +180,8 @@ def simulate(
         max_batch_tokens=sizes["max_batch_tokens"],
         kv_memory_bytes=sizes["kv_memory"],
         host_kv_memory_bytes=sizes["host_kv_memory"],
+        memory_preemption=sizes["memory_preemption"],
+        coast=sizes["coast"],
     )
     try:
         report = run(read_trace(trace), policies, profile=fixed_profile(), config=config, team_tiers=tiers)
@@ -185,6 +191,14 @@ def simulate(
         print_json(report)
         return
     print_table([row for policy in report["policies"] for row in _simulated_rows(policy)], title="simulated, seconds")
+    for policy in report["policies"]:
+        for what in ("refused", "cut"):
+            for reason, number in policy[what].items():
+                print(f"{policy['policy']}: {number} of {policy['total']['num_requests']} requests {what}: {reason}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
@@ -197,6 +211,7 @@ def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
             "team": team,
             "requests": figures["num_requests"],
             "refused": figures["num_refused"],
+            "cut": figures["num_cut"],
             "ttft_mean": of("ttft_seconds", "mean"),
             "ttft_p95": of("ttft_seconds", "p95"),
             "jct_mean": of("jct_seconds", "mean"),
@@ -207,6 +222,8 @@ def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
             "preemptions": figures["num_preemptions"],
             "swaps": figures["num_swaps"],
             "recomputes": figures["num_recomputes"],
+            "promotions": figures["num_promotions"],
+            "longest_pause": figures["longest_pause_seconds"],
         }
 
     return [*(row(team["team"], team) for team in policy["teams"]), row("all", policy["total"])]

@@ -3,6 +3,7 @@
 The same trace, settings and profile give the same bytes; each policy's schedule is hashed, step by step, to show it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,7 +13,7 @@ from engine.assembly import policy_config
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
-from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
+from engine.messages import ConfigureTeams, ModelInfo, Refused, SamplingParams, Submit, TeamEntry
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
 from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
@@ -69,6 +70,10 @@ class _Record:
     request: TraceRequest
     first_token_us: int | None = None
     ended_us: int | None = None  # None: refused
+    refusal: str = ""  # why
+    output_tokens: int = 0  # fewer than it asked for: cut
+    num_promotions: int = 0
+    longest_pause_us: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
     num_recomputes: int = 0
@@ -91,6 +96,8 @@ class _Run:
     blocks_in: int = 0
     stall_us: int = 0
     replayed_tokens: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)  # requests by reason
+    cut_to: str = ""
 
 
 def simulate(
@@ -111,12 +118,14 @@ def simulate(
     `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` and
     `num_host_blocks` the KV pools are what `config` gives them of SmolLM2-135M's; how KV is taken back is
     `config.memory_preemption`. A block's copy takes `block_copy_us`, or the time at COPY_BYTES_PER_SECOND. Times in
-    reports are seconds. Raises ValueError for an unknown policy or tier, or a tier given to a team the trace lacks.
+    reports are seconds. Requests of which not one token of output fits are refused, others cut to what fits; both are
+    counted, with the reason. Raises ValueError for an unknown policy or tier, a tier given to a team the trace lacks,
+    or device memory that holds no block or not one request of the trace.
     """
     config = config or EngineConfig(kind="sim")
     block_bytes = config.block_size * KV_BYTES_PER_TOKEN
     memory = _Memory(
-        max(1, config.kv_memory_bytes // block_bytes) if num_device_blocks is None else num_device_blocks,
+        config.kv_memory_bytes // block_bytes if num_device_blocks is None else num_device_blocks,
         config.host_kv_memory_bytes // block_bytes if num_host_blocks is None else num_host_blocks,
         block_bytes,
         block_bytes * 1e6 / COPY_BYTES_PER_SECOND if block_copy_us is None else block_copy_us,
@@ -131,6 +140,7 @@ def simulate(
     absent = sorted(set(team_tiers or {}) - set(tier_of))
     if absent:
         raise ValueError(f"the trace has no team {absent[0]!r}; there are: {', '.join(tier_of)}")
+    _check_memory(trace, config, memory)
     runs = [_replay(trace, policy, tier_of, config, profile, memory, context_len) for policy in policies]
     return {
         "trace": {
@@ -140,6 +150,7 @@ def simulate(
             "prompt_tokens": sum(request.prompt_tokens for request in trace),
             "output_tokens": sum(request.output_tokens for request in trace),
         },
+        "coast": config.coast,
         "memory": {
             "preemption": config.memory_preemption,
             "num_device_blocks": memory.num_device_blocks,
@@ -149,6 +160,22 @@ def simulate(
         },
         "policies": [_report(run, tier_of, config, profile, memory.block_bytes) for run in runs],
     }
+
+
+def _check_memory(trace: Sequence[TraceRequest], config: EngineConfig, memory: _Memory) -> None:
+    """Raises ValueError when the device's blocks hold nothing that could run."""
+    if memory.num_device_blocks < 1:
+        raise ValueError(
+            f"--kv-memory of {config.kv_memory_bytes} bytes holds no block of {memory.block_bytes} bytes; raise it"
+        )
+    room = memory.num_device_blocks * config.block_size
+    least = min((request.prompt_tokens for request in trace), default=0)
+    if trace and least + 1 > room:
+        num_bytes = -(-(least + 1) // config.block_size) * memory.block_bytes
+        raise ValueError(
+            f"--kv-memory holds {room} tokens and not even one request of the trace: the shortest prompt with a "
+            f"token of output has {least + 1}; give at least {num_bytes} bytes"
+        )
 
 
 def isolated_us(profile: StepProfile, config: EngineConfig, prompt_tokens: int, output_tokens: int) -> int:
@@ -195,7 +222,9 @@ def _replay(
     arrived = 0
     while arrived < len(trace) or core.has_work:
         while arrived < len(trace) and trace[arrived].at_us <= clock.now_us():
-            core.add(_submit(arrived, trace[arrived], team_ids))
+            refused = core.add(_submit(arrived, trace[arrived], team_ids))
+            if refused is not None:
+                run.records[arrived].refusal = _why(refused, scheduler, context_len)
             arrived += 1
         if not core.has_work:
             if arrived < len(trace):  # else the last ones were refused, and nothing is left
@@ -212,6 +241,9 @@ def _replay(
         for finished in done.finished:
             record = run.records[int(finished.request_id)]
             record.ended_us = clock.now_us()
+            record.output_tokens = finished.output_tokens
+            record.num_promotions = finished.num_promotions
+            record.longest_pause_us = finished.longest_pause_us
             record.num_preemptions = finished.num_preemptions
             record.num_swaps = finished.num_swaps
             record.num_recomputes = finished.num_recomputes
@@ -219,6 +251,8 @@ def _replay(
             record.overhead_us = finished.overhead_us
             run.ended_us = clock.now_us()
     run.schedule_hash = runner.schedule_hash
+    run.refusals = dict(Counter(record.refusal for record in run.records if record.refusal))
+    run.cut_to = _room(scheduler, context_len)
     bills = scheduler.bills
     for counts in bills.take_counts().values():
         run.blocks_out += counts.blocks_out
@@ -229,6 +263,20 @@ def _replay(
         run.served_us[names[service.team_id]] = service.served_us
         run.entitled_us[names[service.team_id]] = service.entitled_us
     return run
+
+
+def _room(scheduler: Scheduler, context_len: int) -> str:
+    """What bounds prompt and output of one request."""
+    if scheduler.tokens_max < context_len:
+        return f"the KV memory ({scheduler.tokens_max} tokens)"
+    return f"the model's context ({context_len} tokens)"
+
+
+def _why(refused: Refused, scheduler: Scheduler, context_len: int) -> str:
+    """One reason for all requests that were refused alike."""
+    if refused.code == "context_length_exceeded":
+        return f"the prompt and one token of output are more than {_room(scheduler, context_len)}"
+    return refused.message
 
 
 def _submit(index: int, request: TraceRequest, team_ids: Mapping[str, int]) -> Submit:
@@ -269,7 +317,9 @@ def _report(
                 **_figures(records, config, profile),
             }
         )
-    output_tokens = sum(r.request.output_tokens for r in run.records if r.ended_us is not None)
+    output_tokens = sum(r.output_tokens for r in run.records)
+    total = _figures(run.records, config, profile)
+    cut = {f"prompt and output are more than {run.cut_to}": total["num_cut"]} if total["num_cut"] else {}
     return {
         "policy": run.policy,
         "schedule_hash": run.schedule_hash,
@@ -281,7 +331,9 @@ def _report(
         "bytes_in": run.blocks_in * block_bytes,
         "stall_seconds": _seconds(run.stall_us),
         "replayed_tokens": run.replayed_tokens,
-        "total": _figures(run.records, config, profile),
+        "refused": run.refusals,
+        "cut": cut,
+        "total": total,
         "teams": teams,
     }
 
@@ -294,16 +346,19 @@ def _figures(records: Sequence[_Record], config: EngineConfig, profile: StepProf
     for record in ended:
         assert record.ended_us is not None and record.first_token_us is not None
         request = record.request
-        alone_us = isolated_us(profile, config, request.prompt_tokens, request.output_tokens)
+        alone_us = isolated_us(profile, config, request.prompt_tokens, record.output_tokens)
         first_us.append(record.first_token_us - request.at_us)
         whole_us.append(record.ended_us - request.at_us)
         slowdowns.append((record.ended_us - request.at_us) / alone_us)
     return {
         "num_requests": len(records),
         "num_refused": len(records) - len(ended),
+        "num_cut": sum(record.output_tokens < record.request.output_tokens for record in ended),
         "num_preemptions": sum(record.num_preemptions for record in ended),
         "num_swaps": sum(record.num_swaps for record in ended),
         "num_recomputes": sum(record.num_recomputes for record in ended),
+        "num_promotions": sum(record.num_promotions for record in ended),
+        "longest_pause_seconds": _seconds(max((record.longest_pause_us for record in ended), default=0)),
         "device_seconds": _seconds(sum(record.device_us for record in ended)),
         "overhead_device_seconds": _seconds(sum(record.overhead_us for record in ended)),
         "ttft_seconds": _distribution([us / 1_000_000 for us in first_us]),

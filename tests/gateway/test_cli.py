@@ -201,6 +201,24 @@ def test_simulate_is_the_same_twice_and_compares_policies(tmp_path: Path) -> Non
     assert run(tmp_path, *command, "--tier", "a").exit_code == 2
 
 
+def test_simulate_takes_the_mode_of_memory_and_coast_and_says_what_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [{"t": 0, "team": "a", "prompt_tokens": 8, "output_tokens": tokens} for tokens in (4, 40)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["simulate", "--trace", str(trace), "--policy", "fcfs"]
+    report = ok(tmp_path, *command, "--memory-preemption", "recompute")
+    assert (report["memory"]["preemption"], report["coast"]) == ("recompute", True)
+    assert ok(tmp_path, *command, "--no-coast")["coast"] is False
+    monkeypatch.setenv("TERAZI_COAST", "false")
+    assert ok(tmp_path, *command)["coast"] is False and ok(tmp_path, *command, "--coast")["coast"] is True
+    printed = run(tmp_path, *command, "--kv-memory", "400KiB").stdout
+    assert "fcfs: 1 of 2 requests cut: prompt and output are more than the KV memory (16 tokens)" in printed
+    nothing = run(tmp_path, *command, "--kv-memory", "1")
+    assert nothing.exit_code == 2 and "holds no block" in nothing.stderr
+
+
 def test_config_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAZI_POLICY", "fcfs")
     rows = {row["name"]: row for row in ok(tmp_path, "config", "show")["settings"]}

@@ -133,6 +133,36 @@ def test_requests_that_cannot_run_are_counted_as_refused() -> None:
     report = simulate(trace, ["fcfs"], profile=PROFILE, config=CONFIG, context_len=1000)
     assert report["policies"][0]["total"]["num_refused"] == 1
     assert report["policies"][0]["output_tokens"] == 1
+    assert report["policies"][0]["refused"] == {
+        "the prompt and one token of output are more than the model's context (1000 tokens)": 1
+    }
+
+
+def test_requests_that_outgrow_the_memory_are_counted_as_cut() -> None:
+    trace = [TraceRequest(0, "red", 30, 100), TraceRequest(0, "red", 10, 5), TraceRequest(0, "red", 64, 1)]
+    report = simulate(trace, ["fcfs"], profile=PROFILE, config=CONFIG, num_device_blocks=4, num_host_blocks=0)
+    (policy,) = report["policies"]
+    assert (policy["total"]["num_cut"], policy["total"]["num_refused"]) == (1, 1)
+    assert policy["output_tokens"] == 34 + 5, "what was put out, not what was asked for"
+    assert policy["cut"] == {"prompt and output are more than the KV memory (64 tokens)": 1}
+    assert policy["refused"] == {"the prompt and one token of output are more than the KV memory (64 tokens)": 1}
+
+
+def test_memory_in_which_nothing_can_run_is_an_error() -> None:
+    nothing = msgspec.structs.replace(CONFIG, kv_memory_bytes=1000)
+    with pytest.raises(ValueError, match="--kv-memory of 1000 bytes holds no block of 368640 bytes; raise it"):
+        simulate(flood(), ["fcfs"], profile=PROFILE, config=nothing)
+    least = r"holds 16 tokens and not even one request .* has 21; give at least 737280 bytes"
+    with pytest.raises(ValueError, match=least):
+        simulate(flood(), ["fcfs"], profile=PROFILE, config=CONFIG, num_device_blocks=1)
+
+
+def test_promotions_and_the_longest_pause_are_in_the_report() -> None:
+    report = simulate(flood(), ["eg-mlfq", "fcfs"], profile=PROFILE, config=CONFIG)
+    fair, fcfs = (policy["total"] for policy in report["policies"])
+    assert fcfs["num_promotions"] == 0 and fair["longest_pause_seconds"] > 0
+    chats = [{team["team"]: team for team in policy["teams"]}["chat"] for policy in report["policies"]]
+    assert chats[0]["longest_pause_seconds"] < chats[1]["longest_pause_seconds"]
 
 
 def test_a_trace_whose_last_requests_cannot_run_still_ends() -> None:

@@ -15,7 +15,8 @@ Guards, each against a way to thrash (docs/scheduling.md, "What may be moved out
 
 When nothing at all could run, `force` makes room whatever the guards say: the sequence that runs last goes first.
 When the host is full too, the fully prefilled sequence with the fewest computed tokens among the most over-served teams
-drops its KV (docs/architecture.md), for growth and in `force` only. A half-prefilled sequence is never dropped.
+drops its KV (docs/architecture.md), for growth and in `force` only; `engine.swapping` drops more, where the claims of
+all leave the reservation's holder none. A half-prefilled sequence is never dropped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

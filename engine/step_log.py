@@ -1,9 +1,11 @@
 """What ran when: an opt-in, bounded file with one JSON line for each step boundary of the engine.
 
-    {"event":"start", ...}                     the engine and the sizes of its pools; first line of every file
+    {"event":"start", "at_us":...,             first line of every file and of every start: one moment on the engine's
+     "wall_time":"2026-03-01T09:30:00.000000Z",  monotonic clock and in UTC; the engine and the sizes of its pools
+     ...}
     {"event":"step","step_id":7,"at_us":...,   at_us: the engine's monotonic clock when the boundary began
-     "inbox":[{"what":"submit","request":"a","team":2}, {"what":"abort","request":"b"}, {"what":"teams","count":3}],
-     "rows":[{"request":"a","kind":"prefill","start":0,"tokens":256}],
+     "inbox":[{"what":"submit","request":"a","team":2}, {"what":"abort","request":"b"}, {"what":"teams","teams":[1,2]}],
+     "rows":[{"request":"a","team":2,"level":0,"kind":"prefill","start":0,"tokens":256}],
      "copies_out":[{"copy_id":4,"request":"c","blocks":5}], "copies_in":[],
      "copies_done":[4], "copies_failed":[],
      "ended":[{"request":"b","reason":"abort"}],
@@ -11,7 +13,8 @@
 
 `inbox` is what the engine took before it planned the step, in that order; the rest is what came of it. Free blocks are
 counted after the step. Where something was taken or ended and no step ran, "step_id" is null; where nothing happened
-there is no line. A row's kind is prefill, decode or replay (tokens whose KV was dropped, computed again). Prompts,
+there is no line. A row's kind is prefill, decode or replay (tokens whose KV was dropped, computed again), its level
+that after the step, and "promotions", where there are any, how often its request has been promoted by then. Prompts,
 tokens and text are never written.
 
 The log never stops the engine: when the file cannot be written any more it says so once and is silent from then on.
@@ -20,7 +23,9 @@ The log never stops the engine: when the file cannot be written any more it says
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Callable, Collection
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -36,7 +41,10 @@ class StepLogError(OSError):
 
 
 class StepLogStart(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="event"):
-    """The engine that wrote the lines below, and its pools in blocks."""
+    """The engine that wrote the lines below, and its pools in blocks. The log sets the moment when it writes it."""
+
+    at_us: int = 0  # monotonic, as the steps' at_us
+    wall_time: str = ""  # the same moment, ISO 8601 in UTC
 
     engine_id: str
     epoch: int
@@ -49,14 +57,17 @@ class _Taken(msgspec.Struct, frozen=True, omit_defaults=True):
     what: str  # submit, abort or teams
     request: str | None = None
     team: int | None = None
-    count: int | None = None
+    teams: list[int] | None = None
 
 
-class _Row(msgspec.Struct, frozen=True):
+class _Row(msgspec.Struct, frozen=True, omit_defaults=True):
     request: str
+    team: int
+    level: int
     kind: str
     start: int
     tokens: int
+    promotions: int = 0  # of its request so far
 
 
 class _Copy(msgspec.Struct, frozen=True):
@@ -85,6 +96,10 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="ev
     free_host_blocks: int
 
 
+def _moment() -> tuple[int, int]:
+    return time.monotonic_ns() // 1000, time.time_ns() // 1000
+
+
 _NOTHING = StepPlan(step_id=-1, rows=())
 
 
@@ -95,15 +110,25 @@ class StepLog:
     line that says why the log has stopped. One thread; a write waits for nothing but the page cache.
     """
 
-    def __init__(self, path: Path, bytes_max: int, start: StepLogStart, tell: Callable[[str], None]) -> None:
-        """Open the file and go on behind what it holds. Raises StepLogError."""
+    def __init__(
+        self,
+        path: Path,
+        bytes_max: int,
+        start: StepLogStart,
+        tell: Callable[[str], None],
+        moment: Callable[[], tuple[int, int]] = _moment,
+    ) -> None:
+        """Open the file and go on behind what it holds. `moment` tells the monotonic clock and the time since 1970,
+        both in microseconds. Raises StepLogError."""
         if bytes_max < 1:
             raise StepLogError(f"step_log_max_bytes must be at least 1, got {bytes_max}")
         self._path = path
         self._bytes_max = bytes_max
         self._tell = tell
         self._encoder = msgspec.json.Encoder()
-        self._start_line = self._encoder.encode(start) + b"\n"
+        self._start = start
+        self._moment = moment
+        self._start_line = self._make_start()
         self._inbox: list[_Taken] = []  # taken since the last line
         self._fd: int | None = None
         self._size = 0
@@ -132,7 +157,7 @@ class StepLog:
         elif isinstance(message, Abort):
             self._inbox.append(_Taken("abort", message.request_id))
         else:
-            self._inbox.append(_Taken("teams", count=len(message.teams)))
+            self._inbox.append(_Taken("teams", teams=[team.team_id for team in message.teams]))
 
     def write(
         self,
@@ -155,12 +180,30 @@ class StepLog:
         def request_of(seq_id: int) -> str:
             return (live.get(seq_id) or gone[seq_id]).request.request_id
 
+        def shown(row: Row) -> _Row:
+            sequence = live.get(row.seq_id)
+            if sequence is None:
+                sequence = gone[row.seq_id]
+                promotions = sequence.num_promotions
+            else:
+                promotions = scheduler.policy.num_promotions(row.seq_id)
+            asked = sequence.request
+            return _Row(
+                asked.request_id,
+                asked.team_id,
+                sequence.level,
+                _kind(row),
+                row.start,
+                len(row.token_ids),
+                promotions,
+            )
+
         did = plan or _NOTHING
         step = _Step(
             step_id=plan.step_id if plan is not None else None,
             at_us=at_us,
             inbox=inbox,
-            rows=[_Row(request_of(row.seq_id), _kind(row), row.start, len(row.token_ids)) for row in did.rows],
+            rows=[shown(row) for row in did.rows],
             copies_out=[_Copy(copy.copy_id, request_of(copy.seq_id), len(copy.pairs)) for copy in did.copies_out],
             copies_in=[_Copy(copy.copy_id, request_of(copy.seq_id), len(copy.pairs)) for copy in did.copies_in],
             copies_done=list(result.copies_done) if result is not None else [],
@@ -204,7 +247,14 @@ class StepLog:
         with contextlib.suppress(FileNotFoundError):  # somebody has moved it away
             self._path.replace(f"{self._path}.1")
         self._open()
+        self._start_line = self._make_start()
         self._append(self._start_line)
+
+    def _make_start(self) -> bytes:
+        at_us, wall_us = self._moment()
+        wall_time = datetime.fromtimestamp(wall_us / 1e6, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        start = msgspec.structs.replace(self._start, at_us=at_us, wall_time=wall_time)
+        return self._encoder.encode(start) + b"\n"
 
     def _append(self, data: bytes) -> None:
         assert self._fd is not None

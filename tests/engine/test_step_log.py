@@ -26,7 +26,8 @@ SECRET = 54321  # a token id that must not be found in any file
 
 
 def open_log(path: Path, bytes_max: int = 1 << 20, said: list[str] | None = None) -> StepLog:
-    return StepLog(path, bytes_max, START, (said if said is not None else []).append)
+    tell = (said if said is not None else []).append
+    return StepLog(path, bytes_max, START, tell, moment=lambda: (77, 1_772_357_400_250_000))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -44,7 +45,8 @@ def scheduler(live: dict[int, Sequence], num_owned: int = 0) -> Any:
     """What the log reads of a scheduler."""
     memory = KVMemory(24, 8)
     memory.device.allocate(num_owned)
-    return SimpleNamespace(sequences=live, memory=memory)
+    policy = SimpleNamespace(num_promotions=lambda seq_id: 2 if seq_id == 2 else 0)
+    return SimpleNamespace(sequences=live, memory=memory, policy=policy)
 
 
 def request(request_id: str, team_id: int = 2) -> Request:
@@ -81,11 +83,14 @@ def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_pat
     log.took(Abort(request_id="nobody"))
     ended = table.live.pop(1)
     ended.finish_reason = "stop"
+    ended.level, ended.num_promotions = 3, 1
     log.write(99, table.plan, table.result, [ended], scheduler(table.live, num_owned=4))
     log.close()
     start, line = read(tmp_path / "steps")
     assert start == {
         "event": "start",
+        "at_us": 77,
+        "wall_time": "2026-03-01T09:30:00.250000Z",
         "engine_id": "eng-1",
         "epoch": 3,
         "num_device_blocks": 24,
@@ -97,14 +102,14 @@ def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_pat
         "step_id": 7,
         "at_us": 99,
         "inbox": [
-            {"what": "teams", "count": 2},
+            {"what": "teams", "teams": [1, 2]},
             {"what": "submit", "request": "new", "team": 2},
             {"what": "abort", "request": "nobody"},
         ],
         "rows": [
-            {"request": "new", "kind": "prefill", "start": 0, "tokens": 16},
-            {"request": "old", "kind": "decode", "start": 40, "tokens": 1},
-            {"request": "lost", "kind": "replay", "start": 16, "tokens": 20},
+            {"request": "new", "team": 2, "level": 0, "kind": "prefill", "start": 0, "tokens": 16},
+            {"request": "old", "team": 2, "level": 3, "kind": "decode", "start": 40, "tokens": 1, "promotions": 1},
+            {"request": "lost", "team": 2, "level": 0, "kind": "replay", "start": 16, "tokens": 20, "promotions": 2},
         ],
         "copies_out": [{"copy_id": 11, "request": "out", "blocks": 2}],
         "copies_in": [{"copy_id": 12, "request": "in", "blocks": 1}],
@@ -132,7 +137,7 @@ def test_the_core_tells_every_boundary_in_order(tmp_path: Path) -> None:
     engine.run()
     lines = read(tmp_path / "steps")[1:]
     assert [line["inbox"] for line in lines if line["inbox"]] == [
-        [{"what": "teams", "count": 4}],
+        [{"what": "teams", "teams": [0, 1, 2, 3]}],
         [{"what": "submit", "request": "a", "team": 1}, {"what": "submit", "request": "b", "team": 2}],
         [{"what": "abort", "request": "b"}],
         [{"what": "abort", "request": "b"}],

@@ -161,8 +161,8 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
             "budget too small, times",
             "promoted work, s",
             "budget left, s",
-            "longest pause, s",
-            "bound, s",
+            "longest pause",
+            "bound with the queue then",
         ],
         [
             [
@@ -171,11 +171,13 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
                 count(row["promotions_exhausted"]),
                 number(row["promoted_seconds"], 3),
                 number(row["promotion_budget_seconds"], 3),
-                number(row["longest_pause_seconds"], 3),
-                number(row["pause_bound_seconds"] or None, 3),
+                seconds(row["longest_pause_seconds"]),
+                seconds(row["pause_bound_seconds"] or None),
             ]
             for row in rows
         ],
+        note="The bound here is the largest that held for the team in any second, with the queue it had then. Under "
+        "Promises each request has the bound of the moment at which it began to starve, so the two may differ.",
     )
     lead = (
         "A request that waited past its tier's threshold is promoted, at the cost of its team's budget. The budget "
@@ -195,7 +197,7 @@ def interference(report: Report, teams: Sequence[str]) -> Section:
     kept = sorted(names[: svg.NUM_COLOURS] if len(names) > svg.NUM_COLOURS else names)
     ends = [*kept, OTHERS] if len(names) > len(kept) else kept
     kinds = {
-        "Preemptions (slots lost)": "preemptions",
+        "Preemptions (slots lost: free)": "preemptions",
         "Swaps (sequences moved to the host)": "swaps_out",
         "Recomputes (KV dropped)": "recomputes",
     }
@@ -238,7 +240,8 @@ def interference(report: Report, teams: Sequence[str]) -> Section:
     )
     lead = (
         "Rows caused it: room was made for their requests. Columns bore it: their requests lost a slot or their KV "
-        "memory. The diagonal is a team's own doing."
+        "memory. The diagonal is a team's own doing. A lost slot is free: the KV memory stays where it is. Copies and "
+        "recomputing cost device time, and the causer pays it."
     )
     return Section("interference", "Who caused what, and who paid", lead, [figure], tables)
 
@@ -259,13 +262,19 @@ def _matrix(title: str, rows: Rows, ends: Sequence[str], kept: Sequence[str], na
     return Table(title, ["causer ↓, victim →", *ends, "caused"], body, is_matrix=True)
 
 
+BYTES_NOTE = (
+    "Bytes in may be more than bytes out: blocks of which the host still has a clean copy need no copy out when their "
+    "sequence leaves the device again."
+)
+
+
 def totals(report: Report) -> Section:
     """Sums over all teams."""
     sums = report["totals"]
     rows = [
         ["device time", f"{number(report['device_seconds'], 3)} s"],
         ["of it standing still for copies", f"{number(sums['stall_seconds'], 3)} s"],
-        ["preemptions (slots lost)", count(sums["preemptions"])],
+        ["preemptions (slots lost: free, no KV memory is moved)", count(sums["preemptions"])],
         ["sequences swapped out to the host", count(sums["swaps_out"])],
         ["sequences swapped in again", count(sums["swaps_in"])],
         ["bytes out", f"{size(sums['bytes_out'])} ({count(sums['bytes_out'])})"],
@@ -275,4 +284,6 @@ def totals(report: Report) -> Section:
         ["promotions", count(sums["promotions"])],
     ]
     lead = "All teams together."
-    return Section("totals", "Totals", lead, (), [Table("Totals of the period", ["what", "amount"], rows)])
+    return Section(
+        "totals", "Totals", lead, (), [Table("Totals of the period", ["what", "amount"], rows, note=BYTES_NOTE)]
+    )

@@ -17,6 +17,7 @@ from gateway.report_format import (
     alt,
     bound_text,
     count,
+    has_wide_bound,
     is_broken,
     moment,
     number,
@@ -28,6 +29,7 @@ from gateway.report_format import (
     span,
     sum_of,
     tone,
+    was_short,
 )
 from gateway.report_html import Figure, Page, Section, Table, Tile, csv_href, render_page
 from gateway.report_promises import promises
@@ -61,7 +63,7 @@ def fairness_page(
     sections = [
         *first,
         promises(report),
-        shares(report, binned, teams, time_ticks(binned, zone, elapsed=elapsed, most=2)),
+        shares(report, binned, teams, was_short(report, series), time_ticks(binned, zone, elapsed=elapsed, most=2)),
         evenness(report, binned, time_ticks(binned, zone, elapsed=elapsed)),
         lag(report, binned, teams, time_ticks(binned, zone, elapsed=elapsed)),
         waits(report),
@@ -72,6 +74,7 @@ def fairness_page(
     return Page(title, subtitle, tiles(report), sections, warnings, facts, [*footer, FOOTER])
 
 
+NAMED_MAX = 20  # teams in one sentence
 FOOTER = (
     "Share, entitlement and satisfaction count only the seconds in which a team was backlogged: it had a request that "
     "was left waiting. So shares of teams that were backlogged at different times do not add up to one. Device seconds "
@@ -104,7 +107,7 @@ def tiles(report: Report) -> list[Tile]:
         Tile(
             "Longest pause",
             seconds(worst["longest_pause_seconds"]) if worst else "–",
-            f"{worst['tier']}, {bound_text(worst['pause_bound_seconds'])}" if worst else "no request",
+            f"{worst['tier']}, {bound_text(report, worst)}" if worst else "no request",
             "bad" if any(row["pauses_over_bound"] for row in report["tiers"]) else "",
         ),
         Tile("Promotions", count(sums["promotions"]), f"budget too small {exhausted} times"),
@@ -117,19 +120,12 @@ def tiles(report: Report) -> list[Tile]:
 
 
 def worst_pause(report: Report) -> Mapping[str, Any] | None:
-    """The tier whose pause came nearest to its bound (or beyond); without bounds the longest."""
+    """The tier with the longest pause."""
     rows = [row for row in report["tiers"] if row["longest_pause_seconds"] is not None]
-    return max(
-        rows,
-        key=lambda row: (
-            row["longest_pause_seconds"] / row["pause_bound_seconds"] if row["pause_bound_seconds"] else 0.0,
-            row["longest_pause_seconds"],
-        ),
-        default=None,
-    )
+    return max(rows, key=lambda row: row["longest_pause_seconds"], default=None)
 
 
-def shares(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Ticks) -> Section:
+def shares(report: Report, binned: Binned, teams: Sequence[str], is_short: bool, ticks: svg.Ticks) -> Section:
     """Share against entitlement while backlogged: over the period, and over time for each team."""
     rows: Rows = report["data"]
     judged = [row for row in rows if row["share"] is not None]
@@ -143,16 +139,23 @@ def shares(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Tick
         for row in judged
         if row["team"] in teams
     ]
-    least = min(judged, key=lambda row: row["satisfaction"] or 0.0, default=None)
-    if least is None:
+    below = sorted(
+        (row for row in judged if (row["satisfaction"] or 0.0) < 1), key=lambda row: row["satisfaction"] or 0.0
+    )
+    said = "The bar is what the team got, the tick what it was entitled to. "
+    if not judged:
         said = "No team was backlogged in this period, so nobody was owed anything."
-    elif (least["satisfaction"] or 0.0) < 1:
-        said = (
-            "The bar is what the team got, the tick what it was entitled to. Furthest below its entitlement: "
-            f"{least['team']}, with {percent(least['satisfaction'])} of it."
-        )
+    elif below:
+        named = ", ".join(f"{row['team']} {percent(row['satisfaction'])}" for row in below[:NAMED_MAX])
+        named += f" and {len(below) - NAMED_MAX} more" if len(below) > NAMED_MAX else ""
+        said += f"Below its entitlement: {named} of it. Min share is {number(report['satisfaction_min_to_max'], 3)}."
+        if is_short:
+            said += (
+                " KV memory was short in this period, so it may have held a team back that sent enough: a team gets no "
+                "more of the device than its sequences with KV memory can use."
+            )
     else:
-        said = "The bar is what the team got, the tick what it was entitled to. Nobody got less than that."
+        said += "Nobody got less than that."
     names = ["team", "share", "entitled", "satisfaction", "backlogged_seconds"]
     figures = [
         Figure(
@@ -348,6 +351,7 @@ def lag(report: Report, binned: Binned, teams: Sequence[str], ticks: svg.Ticks) 
     said = f"The largest lag was {seconds(most)}"
     said += (
         f", {part_of(most, limit)} of the bound of {seconds(limit)}. No line may cross the dotted one."
+        + (" The bound is twice as wide while KV blocks are short." if has_wide_bound(binned.lag_bound) else "")
         if limit
         else "; this order of requests promises no bound."
     )

@@ -52,9 +52,27 @@ def span(value: float) -> str:
     return f"{value:g} s"
 
 
-def bound_text(value: float | None) -> str:
-    """A bound as a tile says it."""
-    return f"bound {seconds(value)}" if value else "no bound"
+def bound_text(report: Report, tier: Mapping[str, Any]) -> str:
+    """A tier's bound as a tile says it."""
+    return f"bound {seconds(tier['pause_bound_seconds'])}" if tier["pause_bound_seconds"] else why_unbound(report, tier)
+
+
+def why_unbound(report: Report, tier: Mapping[str, Any]) -> str:
+    """Why no bound is printed for a tier: none of its requests starved, or the order and its settings promise none."""
+    is_promised = any(row["tier"] == tier["tier"] and row["pause_bound_seconds"] for row in report["data"])
+    return "never starved" if is_promised else "no bound"
+
+
+def was_short(report: Report, series: Report) -> bool:
+    """Was KV memory short in the period: something was moved or dropped, or the lag's bound was at its wide value?"""
+    sums = report["totals"]
+    return bool(sums["swaps_out"] or sums["recomputes"] or has_wide_bound(series["lag_bound"]))
+
+
+def has_wide_bound(bounds: Sequence[float | None]) -> bool:
+    """Does the lag's bound have its wide value at times? That is twice the narrow one."""
+    known = [bound for bound in bounds if bound]
+    return bool(known) and max(known) > 1.5 * min(known)
 
 
 def size(num_bytes: float) -> str:

@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway import svg
-from gateway.report_format import Report, Rows, alt, count, mark, number, part_of, seconds, tier_order
+from gateway.report_format import Report, Rows, alt, count, mark, part_of, seconds, tier_order, why_unbound
 from gateway.report_html import Cell, Figure, Section, Table, csv_href
+
+LAG_NOTE = (
+    "The lag's bound has two values: it is twice as wide while KV blocks are short, for then not every team can use "
+    "the device. The largest of the period is shown."
+)
 
 
 def promises(report: Report) -> Section:
@@ -19,10 +24,10 @@ def promises(report: Report) -> Section:
         rows.append(
             [
                 f"longest pause, {tier['tier']}",
-                number(longest, 3),
-                number(bound or None, 3),
+                seconds(longest),
+                seconds(bound or None),
                 part_of(longest, bound),
-                pause_mark(tier),
+                pause_mark(report, tier),
             ]
         )
         text = f"{seconds(longest)} of {seconds(bound)}" if bound else seconds(longest)
@@ -31,8 +36,8 @@ def promises(report: Report) -> Section:
     rows.append(
         [
             "lag, all teams",
-            number(report["lag_max_seconds"], 3),
-            number(report["lag_bound_seconds"] or None, 3),
+            seconds(report["lag_max_seconds"]),
+            seconds(report["lag_bound_seconds"] or None),
             part_of(report["lag_max_seconds"], report["lag_bound_seconds"]),
             mark(report["lag_max_seconds"], report["lag_bound_seconds"]),
         ]
@@ -46,9 +51,10 @@ def promises(report: Report) -> Section:
         (
             f"Requests that paused longer than the bound that held for them: {', '.join(broken)}."
             if broken
-            else "No request paused longer than the bound that held for it. The tick is the largest of these bounds."
+            else "No request paused longer than the bound that held for it."
         )
-        + " A tier without a tick had no request that waited past its starvation threshold.",
+        + " The tick is the largest of these bounds; each holds from when a request begins to starve, for the queue of "
+        "its team at that moment. A tier without a tick never starved: none of its requests waited past its threshold.",
         legend=str(svg.Legend([("longest pause seen", "cx", ""), ("bound (maximum pause)", "", "tick")])),
         unit="seconds without a token's progress, from arrival to the end",
         csv_name="pauses.csv",
@@ -57,7 +63,12 @@ def promises(report: Report) -> Section:
             [[tier["tier"], tier["longest_pause_seconds"], tier["pause_bound_seconds"]] for tier in tiers],
         ),
     )
-    table = Table("Promises", ["promise", "measured, s", "bound, s", "used", "verdict"], rows)
+    table = Table(
+        "Promises",
+        ["promise", "measured", "bound", "used", "verdict"],
+        rows,
+        note=LAG_NOTE if report["lag_bound_seconds"] else "",
+    )
     return Section(
         "promises",
         "Promises",
@@ -67,9 +78,11 @@ def promises(report: Report) -> Section:
     )
 
 
-def pause_mark(tier: Mapping[str, Any]) -> Cell:
+def pause_mark(report: Report, tier: Mapping[str, Any]) -> Cell:
     """The verdict on a tier's pauses: each request is held against its own bound."""
     over = tier["pauses_over_bound"]
     if over:
         return Cell(f"✗ violated {count(over)} times", "bad", is_text=True)
-    return mark(tier["longest_pause_seconds"], None if not tier["pause_bound_seconds"] else float("inf"))
+    if tier["longest_pause_seconds"] is not None and not tier["pause_bound_seconds"]:
+        return Cell(f"– {why_unbound(report, tier)}", "quiet", is_text=True)
+    return mark(tier["longest_pause_seconds"], float("inf"))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.render import cell, print_json, print_table
+from gateway.report_format import why_unbound
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
@@ -46,7 +47,9 @@ def write_fairness(report: Report) -> None:
         print("nothing was served in this period")
         return
     print_table([_team(row) for row in report["data"]], title="\nteams, while backlogged")
-    print_table([_tier(row) for row in report["tiers"]], title="\ntiers: longest pause against the printed bound")
+    print_table(
+        [_tier(row, report) for row in report["tiers"]], title="\ntiers: longest pause against the printed bound"
+    )
     print_table([_size(row) for row in report["size_classes"]], title="\nwait and slowdown by size")
     print_table([_promotion(row) for row in report["data"]], title="\npromotions")
     print_table(
@@ -62,7 +65,8 @@ def write_fairness(report: Report) -> None:
     )
     print(f"lag: most {cell(lag)} s, bound {cell(bound)} s: {verdict(lag, bound)}")
     print(
-        f"totals: {sums['preemptions']} preemptions, {sums['swaps_out']} swapped out ({sums['bytes_out']} bytes), "
+        f"totals: {sums['preemptions']} preemptions (a lost slot is free), "
+        f"{sums['swaps_out']} swapped out ({sums['bytes_out']} bytes), "
         f"{sums['swaps_in']} in ({sums['bytes_in']} bytes), {sums['recomputes']} recomputes "
         f"({sums['replayed_tokens']} tokens), {sums['promotions']} promotions, {sums['stall_seconds']:.3f} s of stall"
     )
@@ -97,7 +101,7 @@ def _team(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tier(row: Mapping[str, Any]) -> dict[str, Any]:
+def _tier(row: Mapping[str, Any], report: Report) -> dict[str, Any]:
     return {
         "tier": row["tier"],
         "requests": row["requests"],
@@ -106,8 +110,14 @@ def _tier(row: Mapping[str, Any]) -> dict[str, Any]:
         "longest_pause_s": row["longest_pause_seconds"],
         "bound_s": row["pause_bound_seconds"],
         "over_bound": row["pauses_over_bound"],
-        "verdict": "VIOLATED" if row["pauses_over_bound"] else "ok" if row["pause_bound_seconds"] else "no bound",
+        "verdict": _pause_verdict(row, report),
     }
+
+
+def _pause_verdict(row: Mapping[str, Any], report: Report) -> str:
+    if row["pauses_over_bound"]:
+        return "VIOLATED"
+    return "ok" if row["pause_bound_seconds"] else why_unbound(report, row)
 
 
 def _size(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,12 +134,32 @@ def test_a_broken_promise_is_marked_and_a_kept_one_too() -> None:
     assert marks == [
         ("gold", "bad", "✗ violated 3 times"),
         ("silver", "good", "✓ ok"),
-        ("bronze", "quiet", "– no bound"),
+        ("bronze", "quiet", "– never starved"),
     ]
+    bare = [row | {"pause_bound_seconds": None} for row in make_report(TEAMS)["data"]]
+    assert "– no bound" in fairness(TEAMS, data=bare), "an order that promises nothing"
+    tile = re.search(r"<dt>Longest pause</dt>.*?</div>", page)
+    assert tile and "7.20 s" in tile[0] and "bronze, never starved" in tile[0], (
+        "the longest, not the nearest to its bound"
+    )
     assert "3 of gold" in page, "as many requests paused longer than their own bounds"
     kept = [row | {"pauses_over_bound": 0} for row in make_report(TEAMS)["tiers"]]
     assert "violated" not in fairness(TEAMS, tiers=kept), "no request beyond its own bound"
     assert "✗ violated" in fairness(TEAMS, tiers=kept, lag_max_seconds=2.0)
+
+
+def test_memory_may_have_held_a_team_back_only_where_it_was_short() -> None:
+    def page(swaps: int, bounds: list[float]) -> str:
+        report = make_report(TEAMS)
+        report["totals"]["swaps_out"] = swaps
+        return render_fairness(report, make_series(TEAMS) | {"lag_bound": bounds * 45})
+
+    memory, wide = "KV memory was short in this period", "The bound is twice as wide while KV blocks are short"
+    narrow = page(0, [1.31, 1.31])
+    assert memory not in narrow and wide not in narrow
+    assert memory in page(3, [1.31, 1.31]) and memory in page(0, [1.31, 2.62])
+    assert wide in page(0, [1.31, 2.62])
+    assert "Below its entitlement: support 90.0 %, dev 93.0 %, reports 96.0 % of it. Min share is 0.812." in narrow
 
 
 def test_a_period_without_work_is_a_whole_page_that_says_so() -> None:

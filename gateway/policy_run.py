@@ -118,6 +118,13 @@ async def _reports(data_dir: Path) -> dict[str, Any]:
         return {"usage": await reports.usage(), "fairness": await reports.fairness(), "series": await reports.series()}
 
 
+def _device_ms(reports: Mapping[str, Any]) -> float | None:
+    """Device time per output token, without copies and replays: how fast the machine was in this run."""
+    total = reports["usage"]["total"]
+    tokens = total["output_tokens"]
+    return (total["device_seconds"] - total["overhead_device_seconds"]) * 1000 / tokens if tokens else None
+
+
 def _alone_seconds(profile: StepProfile, row: TraceRequest) -> float:
     """Modelled time of this request alone on the device, under the default chunking."""
     return isolated_us(profile, EngineConfig(), row.prompt_tokens, row.output_tokens) / 1e6
@@ -167,6 +174,7 @@ def _document(
         "wall_seconds": summary["wall_seconds"],
         "output_tokens_per_second": summary["output_tokens_per_second"],
         "late_max_seconds": summary["late_max_seconds"],
+        "device_ms_per_output_token": _device_ms(reports),
         "all": summary["all"],
         "teams": table,
         "fairness": reports["fairness"],

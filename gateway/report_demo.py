@@ -55,6 +55,7 @@ def run_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "output_tokens_per_second": run["output_tokens_per_second"],
                 "wall_seconds": run["wall_seconds"],
                 "jain_weighted": fairness["jain_weighted"],
+                "min_share": fairness["satisfaction_min_to_max"],
                 "preemptions": sums["preemptions"],
                 "swaps_out": sums["swaps_out"],
                 "swaps_in": sums["swaps_in"],
@@ -79,7 +80,10 @@ def render_demo(report: Mapping[str, Any]) -> str:
         f"the {last['policy'].upper()} run.",
         elapsed=True,
         first=[answer(report), comparison(report)] if report["answer"] else [comparison(report)],
-        warnings=[f"{failed} requests failed; the first reason: {errors[0]}"] if failed else [],
+        warnings=[
+            *([f"{failed} requests failed; the first reason: {errors[0]}"] if failed else []),
+            *report["warnings"],
+        ],
         facts=[(str(name), str(value)) for name, value in report["facts"].items()],
         footer=[LICENCE],
     )
@@ -127,6 +131,7 @@ def comparison(report: Mapping[str, Any]) -> Section:
             "output tokens/s",
             "wall, s",
             "weighted Jain",
+            "min share",
             "preempted",
             "swapped out",
             "swapped in",
@@ -140,6 +145,7 @@ def comparison(report: Mapping[str, Any]) -> Section:
                 number(row["output_tokens_per_second"], 1),
                 number(row["wall_seconds"], 1),
                 number(row["jain_weighted"], 3),
+                number(row["min_share"], 3),
                 *(count(row[name]) for name in ("preemptions", "swaps_out", "swaps_in", "recomputes", "promotions")),
                 number(row["stall_seconds"], 3),
             ]
@@ -177,7 +183,7 @@ def _bars(rows: Sequence[Mapping[str, Any]], colours: Sequence[str], name: str, 
 
 
 def _gain(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Who won and who lost most, in words."""
+    """Every team's gain or loss, the largest gain first, in words."""
     values: dict[str, list[float]] = {}
     for row in rows:
         if row[name] is not None:
@@ -185,9 +191,8 @@ def _gain(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     ratios = {team: pair[-1] / pair[0] for team, pair in values.items() if len(pair) > 1 and pair[0] > 0}
     if not ratios:
         return "Lower is better."
-    best, worst = min(ratios, key=lambda t: ratios[t]), max(ratios, key=lambda t: ratios[t])
-    said = f"Lower is better. {best}: {ratios[best]:.2f} times the first order's"
-    return said + (f"; {worst}: {ratios[worst]:.2f} times." if worst != best else ".")
+    ordered = sorted(ratios, key=lambda team: ratios[team])
+    return f"Lower is better. Times the first order's: {', '.join(f'{team} {ratios[team]:.2f}' for team in ordered)}."
 
 
 def _answers(report: Mapping[str, Any], colours: Sequence[str]) -> Figure:

@@ -75,7 +75,7 @@ def test_a_demo_with_little_kv_memory_swaps_and_says_so_everywhere(tmp_path: Pat
     assert totals["recomputes"] == sum(row["recomputes"] for row in ours["teams"]) == 0
     lines = [line.split() for line in done.stdout.splitlines()]
     printed = next(line for line in lines if line[:1] == ["eg-mlfq"])
-    assert printed[4:9] == [str(totals[name]) for name in
+    assert printed[5:10] == [str(totals[name]) for name in
                             ("preemptions", "swaps_out", "swaps_in", "recomputes", "promotions")]  # fmt: skip
     page = (tmp_path / "demo-out" / "report.html").read_text("utf-8")
     assert f'<dd class="big ">{totals["swaps_out"]:,}</dd>' in page

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.sim.workload import TraceRequest
+from gateway.demo import speed_warnings
 from gateway.policy_run import RunOptions, serve_options
 from gateway.replay import Outcome, Target, describe, quantile, replay, summarise
 
@@ -161,3 +162,17 @@ def test_quantiles_are_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
     assert [quantile(values, q) for q in (0.0, 0.5, 0.95, 0.99, 1.0)] == [1, 50, 95, 99, 100]
     assert describe([]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [(4.0, 4.4, ""), (4.0, 4.41, "differed by 10 %"), (5.0, 4.0, "differed by 25 %"), (None, 4.0, "")],
+)
+def test_a_machine_that_was_faster_in_one_run_is_said(first: float | None, second: float, said: str) -> None:
+    runs = [
+        {"policy": policy, "device_ms_per_output_token": speed}
+        for policy, speed in (("fcfs", first), ("eg-mlfq", second))
+    ]
+    (warning,) = speed_warnings(runs) or [""]
+    assert said in warning and bool(warning) == bool(said)
+    assert not said or "not fair" in warning

@@ -82,6 +82,7 @@ def make_demo(team: str = "support", answer: str = "A scale.") -> dict[str, Any]
     return {
         "lead": "Twice the same.",
         "facts": {"model": "m"},
+        "warnings": ["The machine's speed differed by 25 %"],
         "question": "?",
         "answer": answer,
         "runs": [make_run("fcfs", team), make_run("eg-mlfq", team)],
@@ -207,6 +208,8 @@ def test_the_demo_page_is_the_second_runs_fairness_report_with_the_comparison_fi
     report["runs"][1]["fairness"]["jain_weighted"] = 0.7654
     page = render_demo(report)
     assert "0.765" in page
+    assert "The machine&#39;s speed differed by 25 %" in page
+    assert "Times the first order&#39;s: support 1.00." in page
     assert page.index("Both orders side by side") < page.index("Longest pause of a request")
     assert "CC-BY-4.0" in page
     rows = table_rows(report)

@@ -32,8 +32,8 @@ class MaxPause:
     def describe(self) -> dict[str, float | int | str | None]:
         """As shown; seconds."""
         return {
-            "max_pause_seconds": None if self.full_us is None else self.full_us / 1e6,
             "max_pause_empty_queue_seconds": None if self.empty_us is None else self.empty_us / 1e6,
+            "max_pause_seconds": None if self.full_us is None else self.full_us / 1e6,
             "max_pause_queue": self.queue,
             "max_pause_unknown": self.reason,
         }

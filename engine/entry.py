@@ -132,6 +132,17 @@ class Entry:
 
     def fits(self, sequence: Sequence, free: int) -> bool:
         """Whether one that is not started may start now, with `free` device blocks."""
+        if not self.may_claim(sequence):
+            return False
+        if not self.can_take_back:
+            return True
+        holder = self.holder
+        is_other = holder is not None and holder is not sequence
+        kept = self.kept if holder is not sequence else min(self.kept, self.num_half)
+        return sequence.num_claim <= free - kept - (holder.num_wanted if is_other else 0)  # type: ignore[union-attr]
+
+    def may_claim(self, sequence: Sequence) -> bool:
+        """Whether its claim fits beside all others', whatever is free on the device."""
         holder = self.holder
         is_other = holder is not None and holder is not sequence
         reserved = holder.num_claim if is_other and not holder.is_started else 0  # type: ignore[union-attr]
@@ -139,10 +150,7 @@ class Entry:
             return False
         if not self.can_take_back:
             return True
-        if self.num_half + blocks_for(sequence.num_to_fill, self._block_size) > self.device_blocks:
-            return False
-        kept = self.kept if holder is not sequence else min(self.kept, self.num_half)
-        return sequence.num_claim <= free - kept - (holder.num_wanted if is_other else 0)  # type: ignore[union-attr]
+        return self.num_half + blocks_for(sequence.num_to_fill, self._block_size) <= self.device_blocks
 
     def start(self, sequence: Sequence) -> None:
         """It fits, and starts."""

@@ -99,6 +99,12 @@ class MemoryView:
         self.away.pop(sequence.seq_id, None)
         self._away_views.pop(sequence.seq_id, None)
 
+    def is_protected(self, one: Sequence, num_steps: int) -> bool:
+        """G2: it is in its minimum run, and that has not lapsed."""
+        return one.min_run_left > 0 and (
+            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
+        )
+
     def _away(self, one: Sequence) -> Away:
         """Nothing of it changes while it is on the host."""
         found = self._away_views.get(one.seq_id)
@@ -117,9 +123,6 @@ class MemoryView:
         table = one.table
         seq_id, num_computed, num_blocks = one.seq_id, one.num_computed, len(table.blocks)
         num_used = -(-num_computed // self._block_size)
-        is_safe = one.min_run_left > 0 and (
-            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
-        )
         return Resident(
             seq_id,
             one.request.team_id,
@@ -130,7 +133,7 @@ class MemoryView:
             seq_id not in self.half,
             num_computed,
             one.work_us,
-            is_safe,
+            self.is_protected(one, num_steps),
             one.status is Status.PAUSED,
             0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )

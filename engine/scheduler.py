@@ -150,6 +150,8 @@ class Scheduler:
         """Replace the table of teams."""
         self.policy.configure(teams, now_us)
         self.promises.configure(teams)
+        if self._swaps is not None:
+            self._swaps.weights = {terms.team_id: terms.weight for terms in teams}
 
     def add(self, request: Request, now_us: int) -> Sequence:
         """Take in a request that can run alone on this engine. Raises KeyError for an unknown team."""

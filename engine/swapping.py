@@ -11,6 +11,7 @@ import msgspec
 
 from engine.billing import Bills, Cause
 from engine.blocks import blocks_for
+from engine.claims import make_claims_fit
 from engine.config import EngineConfig
 from engine.entry import Entry
 from engine.memory import Flight, KVMemory, LinkBudget
@@ -66,6 +67,7 @@ class Swapping:
         self.half, self.away, self._resident = self.view.half, self.view.away, self.view.resident
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step, one by one
+        self.weights: dict[int, int] = {}  # of the teams in the table
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
@@ -111,7 +113,9 @@ class Swapping:
         """Move what should be moved before the next step."""
         self._now_us, self._num_steps = now_us, num_steps
         copies = Copies()
-        self._make_claims_fit(policy, copies, num_steps)
+        drops = make_claims_fit(self._entry, self.view, policy, self.weights, num_steps)
+        if drops:
+            self._carry_out(policy, drops, copies, num_steps)
         needs = [need for need in self.needs if self._is_still(need)]
         reserve = self.view.reserve(ran_last)
         free, incoming = self._memory.device.num_free, self._memory.num_incoming
@@ -143,39 +147,6 @@ class Swapping:
         )
         self._carry_out(policy, moves, copies, num_steps)
         return copies
-
-    def _make_claims_fit(self, policy: Policy, copies: Copies, num_steps: int) -> None:
-        """The holder cannot start because the blocks of all started ones, on either side, leave it no claim: then those
-        of teams that are more over-served lose their KV, the fewest computed first.
-
-        Their own team pays for the replay: it holds more than its share of the memory, and the holder takes no more.
-        """
-        holder = self._entry.holder
-        if holder is None or holder.is_started:
-            return
-        missing = self._entry.num_claimed + holder.num_claim - self._entry.capacity
-        if missing <= 0:
-            return
-        team_id = holder.request.team_id
-        may = [
-            one
-            for one in (*self._resident.values(), *self.away.values())
-            if not one.is_half
-            and one.status in (Status.PAUSED, Status.SWAPPED, Status.RUNNING)
-            and not one.min_run_left
-        ]
-        order = policy.over_served({team_id, *(one.request.team_id for one in may)})
-        worse = order[: order.index(team_id)]
-        may = [one for one in may if one.request.team_id in worse]
-        may.sort(key=lambda one: (worse.index(one.request.team_id), one.num_computed, one.seq_id))
-        moves = []
-        for one in may:
-            if missing <= 0:
-                break
-            moves.append(Move("drop", one.seq_id, one.request.team_id, one.seq_id))
-            missing -= one.num_claimed
-        if missing <= 0:
-            self._carry_out(policy, moves, copies, num_steps)
 
     def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
         """Nothing can run: make room whatever the guards say. None when not even that helps."""
@@ -388,8 +359,13 @@ class Swapping:
         assert self._causes.keys() == self._memory.flights.keys()
 
     def _is_still(self, need: Need) -> bool:
+        """Room would help it. Of those not started only the holder is served before it may claim."""
         sequence = self._sequences.get(need.seq_id)
-        return sequence is not None and (need.kind is Kind.START or sequence.status is not Status.DROPPED)
+        if sequence is None:
+            return False
+        if need.kind is not Kind.START:
+            return sequence.status is not Status.DROPPED
+        return self._entry.may_claim(sequence)
 
     def _unasked(self) -> list[Need]:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""

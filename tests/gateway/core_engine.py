@@ -131,7 +131,7 @@ class CoreEngine(FakeEngine):
             sequence = self.find(request_id)
             if sequence is not None and moment_of(sequence) == moment:
                 return sequence
-            if self.scheduler.num_live < 6:
+            if self.scheduler.num_live < 12:
                 self.fill()
             self.advance()
         raise AssertionError(f"{request_id} was never {moment}")

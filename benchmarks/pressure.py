@@ -20,6 +20,11 @@ from typing import Any
 from tests.simulation.pressure_checks import IDS, Outcome
 from tests.simulation.pressure_run import run
 
+_FORGIVEN: dict[str, Callable[[Outcome], int]] = {
+    "debt cut": lambda outcome: outcome.forgiven_us,
+    "credit taken from teams that could not run": lambda outcome: outcome.lifted_us,
+}
+
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What is published."""
@@ -49,6 +54,16 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 [outcome for outcome in outcomes if outcome.is_exact == is_exact], lambda outcome: outcome.gap_of_bound
             )
             for name, is_exact in (("costs known", True), ("costs estimated", False))
+        },
+        "forgiven": {
+            name: {
+                "part_of_device_time": round(
+                    sum(key(one) for one in outcomes) / sum(one.device_us for one in outcomes), 5
+                ),
+                "largest": round(max(key(one) / max(1, one.device_us) for one in outcomes), 3),
+                "seeds": sum(key(one) > 0 for one in outcomes),
+            }
+            for name, key in _FORGIVEN.items()
         },
         "lockout_largest": _part(outcomes, lambda outcome: outcome.lockout_of_bound),
         "link_largest": _part(outcomes, lambda outcome: outcome.link_of_bound),

@@ -136,8 +136,9 @@ class Scheduler:
         return self._entry.device_blocks * self._config.block_size
 
     def take_shortage(self) -> bool:
-        """Whether anybody was refused for blocks since the last call."""
-        was_short, self._entry.is_short = self._entry.is_short, False
+        """Whether anybody was refused for blocks since the last call, or the lags had not come back from that."""
+        is_wide = self.policy.is_band_wide()
+        was_short, self._entry.is_short = self._entry.is_short or is_wide, is_wide
         return was_short
 
     @property

@@ -227,6 +227,17 @@ class MeteredPolicy:
         lags = {team_id: (team := teams[team_id]).lag - team.provisional for team_id in team_ids}
         return sorted(lags, key=lambda team_id: (-lags[team_id], team_id))
 
+    def is_band_wide(self) -> bool:
+        """Two able teams' lags may differ by 2 Theta + 4u, not only by Theta + 2u."""
+        return self._meter.is_short
+
+    @property
+    def forgiven_us(self) -> tuple[int, int]:
+        """Cumulative, as cost: debt that teams were let off so that the band holds, and credit taken from those that
+        could not run. What the bound on lags costs in service that nobody is owed any more.
+        """
+        return self._meter.forgiven_us, self._meter.lifted_us
+
     def num_promotions(self, seq_id: int) -> int:
         """Grants that a live sequence has had. Raises KeyError for one that is not here."""
         return self._sequences[seq_id].num_promotions

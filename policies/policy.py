@@ -81,6 +81,9 @@ class Policy(Protocol):
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         """These teams, all with live sequences, from the most over-served to the least. Changes nothing."""
 
+    def is_band_wide(self) -> bool:
+        """Lags of able teams may differ by twice as much as ever: sequences are, or were lately, refused for blocks."""
+
     def num_promotions(self, seq_id: int) -> int:
         """Grants that a live sequence has had."""
 

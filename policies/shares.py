@@ -130,6 +130,8 @@ class LagMeter:
         self.theta: int | None = 0 if config.is_gated else None  # times scale; None is infinite
         self.step_max = 0  # u times scale
         self.num_refused = 0  # of all live sequences
+        self.forgiven_us = 0  # cumulative: debt cut from teams, as cost
+        self.lifted_us = 0  # cumulative: credit taken from teams that could not run, as cost
         self._satisfied: list[TeamShare] = []  # in the latest step
         self._was_short = False  # sequences have been refused, and not all teams are back in the band since
         self._virtual_time = 0  # times scale
@@ -267,9 +269,14 @@ class LagMeter:
             return
         others = [other.lag for other in self.active if other.is_able and other is not team]
         if others:
-            team.lag = max(team.lag, max(others) - 2 * (self.theta + 2 * self.step_max))
+            self._lift(team, max(others) - 2 * (self.theta + 2 * self.step_max))
 
     # -- a step's bill -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Sequences are refused, or not all teams are back in the narrow band since: lags may lie in the wide one."""
+        return self.num_refused > 0 or self._was_short
 
     def settle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int) -> None:
         """Book a step that cost `cost_us`, of which each planned team's part is its `step_cost`; no one sequence cost
@@ -346,8 +353,13 @@ class LagMeter:
             return
         most = self.band()[0] + width
         for team in satisfied:
-            team.lag = min(team.lag, most)
+            self._forgive(team, most)
         self._band = None
+
+    def _forgive(self, team: TeamShare, most: int) -> None:
+        if team.lag > most:
+            self.forgiven_us += (team.lag - most) // team.unit
+            team.lag = most
 
     def _cut_everybody(self) -> None:
         """Where sequences are refused, nobody's debt goes beyond the band.
@@ -364,7 +376,7 @@ class LagMeter:
         for team in self.active:
             if team.lag > least + width:
                 self._was_short = True  # until all are back in the band that holds without refusals
-                team.lag = min(team.lag, least + 2 * width)
+                self._forgive(team, least + 2 * width)
                 self._band = None
 
     def _lift_the_unable(self) -> None:
@@ -373,8 +385,13 @@ class LagMeter:
             return
         floor = self.band()[0] - self.theta - self.step_max
         for team in self.active:
-            if not team.is_able and team.lag < floor:
-                team.lag = floor
+            if not team.is_able:
+                self._lift(team, floor)
+
+    def _lift(self, team: TeamShare, least: int) -> None:
+        if team.lag < least:
+            self.lifted_us += (least - team.lag) // team.unit
+            team.lag = least
 
 
 def _team_id(team: TeamShare) -> int:

@@ -73,6 +73,9 @@ class RandomOrder:
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         return sorted(team_ids)
 
+    def is_band_wide(self) -> bool:
+        return False
+
     def num_promotions(self, seq_id: int) -> int:
         return 0
 

@@ -34,6 +34,7 @@ class ArrivalOrder:
         self._tried: set[int] = set()
         self._ever_taken: set[int] = set()
         self.away: set[int] = set()
+        self.is_wide = False
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         assert not self.is_picking
@@ -108,6 +109,9 @@ class ArrivalOrder:
 
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         return sorted(team_ids)
+
+    def is_band_wide(self) -> bool:
+        return self.is_wide
 
     def num_promotions(self, seq_id: int) -> int:
         assert seq_id in self.live

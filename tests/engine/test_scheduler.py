@@ -345,3 +345,19 @@ def test_two_requests_of_sixty_percent_of_the_pool_each_run_one_after_the_other(
         return len(engine.run())
 
     assert steps_of(2) <= 2 * steps_of(1)
+
+
+def test_a_shortage_lasts_until_the_lags_are_back_and_is_told_for_the_whole_interval() -> None:
+    bench = Bench(blocks=4)
+    shortage = bench.scheduler.take_shortage
+    assert not shortage()
+    bench.add(16, 32)
+    bench.add(16, 32)
+    bench.step()
+    assert shortage(), "one was refused"
+    assert not shortage(), "and none since"
+    bench.policy.is_wide = True
+    assert shortage(), "lags still lie in the wide band"
+    bench.policy.is_wide = False
+    assert shortage(), "they did when the interval began"
+    assert not shortage()

@@ -218,3 +218,25 @@ def test_who_leaves_before_the_very_first_step_takes_nothing_with_it() -> None:
         driver.step()
     assert driver.served() == {0: 10, 1: 10}
     assert driver.max_gap <= 2
+
+
+def test_what_the_bound_costs_is_counted_as_cost() -> None:
+    """Theta 10, u 1 over the least weight: the wide band is 24, the floor of those that cannot run 11 below."""
+    lags = meter(theta_us=10, step_cost_max_us=1)
+    lags.configure([TeamTerms(0, weight=1), TeamTerms(1, weight=3), TeamTerms(2, weight=1)])
+    behind, ahead, unable = (lags.teams[team_id] for team_id in range(3))
+    for team in (behind, ahead, unable):
+        lags.enter(team)
+    ahead.lag = 30 * lags.scale
+    unable.lag = -100 * lags.scale
+    assert not lags.is_short
+    lags.num_refused = unable.num_refused = 1
+    lags.settle(lags.active, 1, 0, 0)
+    assert [team.lag / lags.scale for team in (behind, ahead, unable)] == [0, 24, -11]
+    assert (lags.forgiven_us, lags.lifted_us) == (6 * 3, 89), "times the weight"
+    lags.num_refused = unable.num_refused = unable.lag = 0
+    lags.settle(lags.active, 2, 0, 0)
+    assert lags.is_short, "nobody is refused, and 24 is more than the narrow band"
+    ahead.lag = 0
+    lags.settle(lags.active, 3, 0, 0)
+    assert not lags.is_short and (lags.forgiven_us, lags.lifted_us) == (18, 89)

@@ -53,6 +53,9 @@ class Outcome:
     over_bound: int = 0  # of these, those that paused longer than the bound that held for them (I8): not promised here
     pause_of_bound: float = 0.0
     link_of_bound: float = 0.0
+    device_us: int = 0
+    forgiven_us: int = 0  # debt cut so that the band holds (I5), as cost
+    lifted_us: int = 0  # credit taken from teams that could not run
     ends: dict[str, int] = field(default_factory=dict)
 
     def violate(self, name: str, text: str) -> None:
@@ -378,6 +381,8 @@ class Books:
         served_us = sum(service.served_us for service in policy.team_service())
         if served_us != self._total_us:
             outcome.violate("charges", f"the policy booked {served_us} of {self._total_us} us")
+        outcome.device_us = self._total_us
+        outcome.forgiven_us, outcome.lifted_us = policy.forgiven_us
         left = leftovers(rig.core)
         if left:
             outcome.violate("I15", f"left at the end: {left}")

@@ -1,7 +1,7 @@
 """Whose KV is lost so that the holder of the reservation may start, where the claims of all others leave it none.
 
 Claims grow with what sequences generate, and are given back only when they end. So one team's long answers could fill
-both pools and hold every other team's starts. Values in, moves out, as in `engine.swap_planner`.
+both pools and hold every other team's starts. Values in, moves out, as in `engine.swap_moves`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from engine.entry import Entry
 from engine.memory_view import MemoryView
 from engine.request import Sequence, Status
-from engine.swap_planner import Move
+from engine.swap_moves import Move
 from policies.policy import Policy
 
 

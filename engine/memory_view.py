@@ -1,12 +1,13 @@
 """The KV memory as the swap planner sees it: plain values, made anew for each plan."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine.blocks import blocks_for
 from engine.config import EngineConfig
 from engine.memory import KVMemory
 from engine.request import Sequence, Status
-from engine.swap_planner import Away, Pools, Resident, SwapPlanner
+from engine.swap_moves import Away, Pools, Resident
+from engine.swap_planner import SwapPlanner
 from policies.cost import StepProfile
 
 RESERVE_STEPS = 4  # H of guard G4
@@ -137,3 +138,13 @@ class MemoryView:
             one.status is Status.PAUSED,
             0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )
+
+    def check(self, live: Collection[Sequence]) -> None:
+        """Assert that the lists agree with the sequences."""
+        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
+        assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
+        there = [s for s in self.half.values() if s.seq_id in self.resident]
+        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.table.blocks)) for s in there)
+        assert self.num_promised == lacks == sum(s.num_promised for s in live)
+        assert self.resident.keys() == {s.seq_id for s in live if s.status in (Status.RUNNING, Status.PAUSED)}
+        assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}

@@ -28,7 +28,8 @@ from engine.messages import FinishReason, TokenEvent
 from engine.plan import Row, StepPlan, StepResult
 from engine.promises import Promises
 from engine.request import Request, Sequence, Status
-from engine.swapping import Copies, Swapping
+from engine.swap_moves import Copies
+from engine.swapping import Swapping
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
@@ -144,8 +145,7 @@ class Scheduler:
     @property
     def reserved_for(self) -> int | None:
         """The sequence that holds the reservation."""
-        holder = self._entry.holder
-        return holder.seq_id if holder is not None else None
+        return self._entry.holder.seq_id if self._entry.holder is not None else None
 
     def configure(self, teams: Collection[TeamTerms], now_us: int) -> None:
         """Replace the table of teams."""
@@ -238,8 +238,7 @@ class Scheduler:
         policy, profile, entry, swaps, pool = self.policy, self._profile, self._entry, self._swaps, self.pool
         best, take, refuse, promises = policy.best, policy.take, policy.refuse, self.promises
         block_size, fixed_us = self._config.block_size, profile.fixed_us
-        tokens_left = self._config.max_batch_tokens
-        slots_left = self._config.max_batch_size
+        tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
         picked = _Picked([], [], [], [])
         live = self._sequences
         rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us

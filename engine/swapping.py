@@ -5,7 +5,6 @@ copies it and its newest block was written by an earlier step. A sequence whose 
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -16,9 +15,11 @@ from engine.config import EngineConfig
 from engine.entry import Entry
 from engine.memory import Flight, KVMemory, LinkBudget
 from engine.memory_view import MemoryView
+from engine.min_runs import MinRuns
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Sequence, Status
-from engine.swap_planner import Kind, Move, Need, SwapPlanner
+from engine.swap_moves import Copies, Kind, Move, Need
+from engine.swap_planner import SwapPlanner
 from policies.cost import StepProfile
 from policies.policy import Policy
 
@@ -27,14 +28,6 @@ _PLENTY = 4  # free blocks for each running sequence; above, the reserve is not 
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
 AWAY_TRIED = 16  # sequences on the host that are asked for by the policy in a step; the others are refused unasked
 _RESIDENT = (Status.RUNNING, Status.PAUSED)
-
-
-@dataclass(slots=True)
-class Copies:
-    """The copies of the next plan."""
-
-    out: list[BlockCopy] = field(default_factory=list)
-    back: list[BlockCopy] = field(default_factory=list)
 
 
 class Swapping:
@@ -72,7 +65,7 @@ class Swapping:
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
         self._num_tried = 0  # sequences on the host that were refused one by one in that step
-        self._safe: dict[int, Sequence] = {}  # in their minimum run
+        self._min_runs = MinRuns()
         self._causes: dict[int, Cause] = {}  # of the copies in flight
         self._begun_us: dict[int, int] = {}  # when they were planned, the oldest first
         self._step_us = 0
@@ -114,14 +107,12 @@ class Swapping:
         self._now_us, self._num_steps = now_us, num_steps
         copies = Copies()
         drops = make_claims_fit(self._entry, self.view, policy, self.weights, num_steps)
-        if drops:
-            self._carry_out(policy, drops, copies, num_steps)
+        self._carry_out(policy, drops, copies, num_steps)
         needs = [need for need in self.needs if self._is_still(need)]
         reserve = self.view.reserve(ran_last)
-        free, incoming = self._memory.device.num_free, self._memory.num_incoming
         pools = self.view.pools(reserve, self._link.left_us(now_us))
         ahead = reserve + min(pools.promised, len(self.half) * self._chunk_blocks)
-        is_short = free + incoming < ahead
+        is_short = self._memory.device.num_free + self._memory.num_incoming < ahead
         if not (needs or is_short or (self.away and self._mode == "proactive")):
             return copies
         holder = self._entry.holder
@@ -221,9 +212,7 @@ class Swapping:
             self._entry.filled(sequence)
             if is_replay:  # as after an upload
                 self._planner.note_upload()
-                sequence.min_run_left = self._planner.min_run_steps
-                sequence.uploaded_step = self._num_steps
-                self._safe[sequence.seq_id] = sequence
+                self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
             self.half.pop(sequence.seq_id, None)
             self.view.promise(sequence)
             sequence.displaced_by = None
@@ -273,9 +262,7 @@ class Swapping:
         self._resident[sequence.seq_id] = sequence
         self.view.promise(sequence)
         sequence.move_to(Status.PAUSED)
-        sequence.min_run_left = self._planner.min_run_steps
-        sequence.uploaded_step = next_step
-        self._safe[sequence.seq_id] = sequence
+        self._min_runs.begin(sequence, self._planner.min_run_steps, next_step)
         if not sequence.is_half:
             sequence.displaced_by = None
         return sequence
@@ -291,12 +278,7 @@ class Swapping:
 
     def ran(self, sequences: Iterable[Sequence], duration_us: int) -> None:
         """A step is over: minimum runs get shorter, and the average step is learned."""
-        if self._safe:
-            for sequence in sequences:
-                if sequence.min_run_left:
-                    sequence.min_run_left -= 1
-                    if not sequence.min_run_left:
-                        self._safe.pop(sequence.seq_id, None)
+        self._min_runs.ran(sequences)
         self._step_us += (duration_us - self._step_us) >> _AVERAGE_SHIFT if self._step_us else duration_us
 
     def started(self, sequence: Sequence) -> None:
@@ -316,7 +298,7 @@ class Swapping:
             group.pop(seq_id, None)
         self.view.promise(sequence)
         self.blocked.pop(seq_id, None)
-        self._safe.pop(seq_id, None)
+        self._min_runs.forget(sequence)
 
     def begin_step(self, policy: Policy, ran_last: Collection[Sequence]) -> None:
         """Tell the policy who of the refused would fit now, and begin to note who is refused in this step."""
@@ -342,13 +324,7 @@ class Swapping:
     def check(self) -> None:
         """Assert that what is counted here agrees with the sequences."""
         live = self._sequences.values()
-        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
-        assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
-        there = [s for s in self.half.values() if s.seq_id in self._resident]
-        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.table.blocks)) for s in there)
-        assert self.view.num_promised == lacks == sum(s.num_promised for s in live)
-        assert self._resident.keys() == {s.seq_id for s in live if s.status in _RESIDENT}
-        assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}
+        self.view.check(live)
         assert self.num_dropped == sum(s.status is Status.DROPPED for s in live)
         half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.half.values())
         assert self._entry.num_half == half <= self._memory.device.num_blocks
@@ -416,8 +392,7 @@ class Swapping:
     def _move_out(self, policy: Policy, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
         since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
         self._planner.note_out(since)
-        self._safe.pop(sequence.seq_id, None)
-        sequence.min_run_left = 0
+        self._min_runs.forget(sequence)
         sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
         sequence.num_swaps += 1
         copy = self._memory.swap_out(sequence.seq_id, sequence.table, sequence.num_computed)
@@ -462,12 +437,11 @@ class Swapping:
         self.half.pop(sequence.seq_id, None)
         self._resident.pop(sequence.seq_id, None)
         self.view.promise(sequence)
-        self._safe.pop(sequence.seq_id, None)
+        self._min_runs.forget(sequence)
         self._entry.leave(sequence)
         sequence.move_to(Status.DROPPED)
         sequence.replay_to = max(sequence.replay_to, sequence.num_computed)
         sequence.num_computed = 0
-        sequence.min_run_left = 0
         sequence.num_recomputes += 1
         sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
         self._entry.resize(sequence)

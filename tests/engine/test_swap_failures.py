@@ -7,8 +7,8 @@ from engine.plan import BlockCopy, StepPlan
 from engine.request import Status
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
-from engine.swap_planner import Move
-from engine.swapping import COPY_DEADLINE_US, Copies
+from engine.swap_moves import Copies, Move
+from engine.swapping import COPY_DEADLINE_US
 from tests.engine.support import UNIT_PROFILE, Engine, submit
 from tests.engine.swap_bench import STEP_US, Bench, copied, dropped_pair, half_prompts, swapped_pair
 

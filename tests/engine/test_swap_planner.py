@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.swap_planner import AIMD_UPLOADS, GAMMA_MAX, Away, Kind, Move, Need, Pools, Resident, SwapPlanner
+from engine.swap_moves import Away, Kind, Move, Need, Pools, Resident
+from engine.swap_planner import AIMD_UPLOADS, GAMMA_MAX, SwapPlanner
 from policies.sequences import Turn
 
 MS = 1000

@@ -404,7 +404,7 @@ def leftovers(core: EngineCore) -> dict[str, int]:
     }
     swaps: Any = scheduler._swaps
     if swaps is not None:
-        for name in ("blocked", "half", "away", "_safe", "_causes", "num_dropped"):
+        for name in ("blocked", "half", "away", "_min_runs", "_causes", "num_dropped"):
             value = getattr(swaps, name)
             sizes[name] = value if isinstance(value, int) else len(value)
     policy: Any = scheduler.policy

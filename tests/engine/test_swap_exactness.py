@@ -224,7 +224,7 @@ def test_aborts_at_any_point_harm_nobody_and_give_every_block_back(small: Record
 
 @pytest.mark.case("K17", "K11")
 @pytest.mark.parametrize(
-    ("mode", "num_host_blocks", "least"), [("recompute", 0, 20), ("proactive", 3, 1), ("reactive", 5, 1)]
+    ("mode", "num_host_blocks", "least"), [("recompute", 0, 5), ("proactive", 3, 1), ("reactive", 5, 1)]
 )
 def test_what_cannot_be_swapped_is_computed_again_and_nothing_is_lost(
     tiny_path: Path, mode: str, num_host_blocks: int, least: int

@@ -56,6 +56,9 @@ class Entry:
         self.waiting[seq_id] = sequence
         self.waiting_of.setdefault(sequence.request.team_id, {})[seq_id] = sequence
         heapq.heappush(self._needs, (sequence.num_claim, seq_id))
+        if len(self._needs) > 2 * len(self.waiting) + 64:  # else a small one that waits long keeps all that have gone
+            self._needs = [need for need in self._needs if need[1] in self.waiting]
+            heapq.heapify(self._needs)
         if sequence.request.start_by_us is not None:
             heapq.heappush(self._deadlines, (sequence.request.start_by_us, seq_id))
 

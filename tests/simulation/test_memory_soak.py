@@ -150,6 +150,8 @@ def test_nothing_grows(steps: int) -> None:
             scheduler.bills.take_counts()
         if scheduler.num_steps in (steps // 10, steps):
             busy.append(sizes(core).total())
+            for heap in (scheduler._entry._needs, scheduler._entry._deadlines):
+                assert len(heap) <= 2 * LIVE + 64, "entries of those that have gone are swept out under load too"
         if done is not None:
             for finished in done.finished:
                 num_ended += 1

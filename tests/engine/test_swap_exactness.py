@@ -224,10 +224,11 @@ def test_aborts_at_any_point_harm_nobody_and_give_every_block_back(small: Record
 
 @pytest.mark.case("K17", "K11")
 @pytest.mark.parametrize(
-    ("mode", "num_host_blocks", "least"), [("recompute", 0, 5), ("proactive", 3, 1), ("reactive", 5, 1)]
+    ("mode", "num_host_blocks", "num_jobs", "least"),
+    [("recompute", 0, 60, 20), ("proactive", 3, 24, 1), ("reactive", 5, 24, 1)],
 )
 def test_what_cannot_be_swapped_is_computed_again_and_nothing_is_lost(
-    tiny_path: Path, mode: str, num_host_blocks: int, least: int
+    tiny_path: Path, mode: str, num_host_blocks: int, num_jobs: int, least: int
 ) -> None:
     """No host pool, or one that is too small: sequences lose their KV and go on where they were. Copies are late, and
     host blocks are wanted by others while they are read.
@@ -235,7 +236,7 @@ def test_what_cannot_be_swapped_is_computed_again_and_nothing_is_lost(
     Recomputing need not keep the bits of bfloat16; in float32 this model's tokens survive it.
     """
     runner = make_runner(tiny_path, torch.float32, num_blocks=14, num_host_blocks=num_host_blocks)
-    jobs = make_jobs(24, seed=41)
+    jobs = make_jobs(num_jobs, seed=41)
     alone = [run_alone(runner, job).output for job in jobs]
     if num_host_blocks:
         use_chaos(runner, random.Random(42))

@@ -42,6 +42,7 @@ class Bills:
     carried_us: dict[int, int] = field(default_factory=dict)  # by team
     stall_us: int = 0  # cumulative: time steps stood still for copies
     replayed_tokens: int = 0  # cumulative
+    num_raised: int = 0  # cumulative: attempts to run rows of a step that raised
     _counts: dict[tuple[int, int], Counts] = field(default_factory=dict)
     _overheads: dict[int, int] = field(default_factory=dict)  # by team, of the open step
     _charged: dict[int, BatchSequence] = field(default_factory=dict)  # those who pay for it

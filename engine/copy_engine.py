@@ -21,7 +21,10 @@ class CopyEngine(Protocol):
     """Block copies between two pools. One thread; `start`, then `poll` until every id has been named once."""
 
     def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """Begin copies: `out` from device to host, then `into` from host to device."""
+        """Begin copies: `out` from device to host, then `into` from host to device.
+
+        When it raises, none of them touches a block any more, and `poll` names none of them.
+        """
 
     def poll(self) -> list[int]:
         """Ids of the copies that are complete, each named once. Does not wait."""
@@ -42,12 +45,14 @@ class SyncCopy:
     def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """See CopyEngine.start. A block out of range, or one that two copies disagree about, is the caller's bug."""
         check(out, into, self._device.shape[0], self._host.shape[0])
-        for copy in out:
-            copy_blocks(self._device, self._host, copy.pairs)
-        for copy in into:
-            copy_blocks(self._host, self._device, copy.pairs)
-        if self._device.is_cuda:
-            torch.cuda.synchronize(self._device.device)
+        try:
+            for copy in out:
+                copy_blocks(self._device, self._host, copy.pairs)
+            for copy in into:
+                copy_blocks(self._host, self._device, copy.pairs)
+        finally:  # also when one of them raised: those before it are still on their way
+            if self._device.is_cuda:
+                torch.cuda.synchronize(self._device.device)
         self._done.extend(copy.copy_id for copy in (*out, *into))
 
     def poll(self) -> list[int]:

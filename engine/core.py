@@ -2,14 +2,16 @@
 
 `EngineCore` owns the inbox and the request ids. Everything that arrives while a step runs waits in the inbox and takes
 effect at the next step boundary, in order; so a plan made after an abort was handed in never contains the aborted
-sequence. Every accepted request ends exactly once, in the `finished` of one StepDone.
+sequence. Every accepted request ends exactly once, in the `finished` of one StepDone. A request whose arrival raises
+ends alone, with an error; an exception anywhere else between two steps, and a failed assertion everywhere, goes on to
+end the engine, for then the books may be half written.
 
 The queue is bounded, and so is one team's part of it: when `max_queued_requests` wait, a request is still taken from a
 team that has fewer inside than that number divided by the teams that have any. So a flood fills the queue for the team
 that sends it, and for nobody else. With n teams at most (1 + 1/2 + ... + 1/n) times the number ever wait.
 """
 
-import math
+import logging
 from collections import deque
 from typing import Protocol
 
@@ -28,9 +30,12 @@ from engine.messages import (
 )
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, Sequence
-from engine.scheduler import Scheduler
+from engine.sampling import foreign_id, sampling_fault
+from engine.scheduler import ArrivalError, Scheduler
 from engine.step_log import StepLog
 from policies.sequences import TeamTerms
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -68,11 +73,12 @@ class EngineCore:
         self._num_of_team: dict[int, int] = {}  # the same by team, of those that have any
         self._seq_ids: dict[str, int] = {}  # request_id -> seq_id of those the scheduler has
         self._ended: list[Sequence] = []  # since the last StepDone
+        self._unborn: list[Finished] = []  # likewise: ended before there was a sequence
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._inbox or self._ended or self.scheduler.has_work)
+        return bool(self._inbox or self._ended or self._unborn or self.scheduler.has_work)
 
     @property
     def request_ids(self) -> frozenset[str]:
@@ -86,26 +92,35 @@ class EngineCore:
 
     def add(self, message: Submit) -> Refused | None:
         """Take a request in, or say why not; a refused request leaves no trace."""
-        refusal = self._why_refused(message)
-        if refusal is not None:
+        try:
+            refusal = self._why_refused(message)
+            request = self._request(message) if refusal is None else None
+        except AssertionError:
+            raise
+        except Exception as error:  # nothing is written yet, so it is this message's fault alone
+            logger.exception("request %s could not be looked at", message.request_id)
+            return Refused(request_id=message.request_id, code="engine_error", message=type(error).__name__)
+        if request is None:
+            assert refusal is not None
             code, text = refusal
             return Refused(request_id=message.request_id, code=code, message=text)
-        now_us = self._clock.now_us()
         self._request_ids.add(message.request_id)
         self._num_inbox_requests += 1
         self._num_of_team[message.team_id] = self._num_of_team.get(message.team_id, 0) + 1
-        self._inbox.append(
-            Request(
-                request_id=message.request_id,
-                team_id=message.team_id,
-                start_level=message.start_level,
-                prompt_token_ids=message.prompt_token_ids,
-                sampling=self._clamped(message.sampling, len(message.prompt_token_ids)),
-                arrival_us=now_us,
-                start_by_us=now_us + message.max_queue_us if message.max_queue_us > 0 else None,
-            )
-        )
+        self._inbox.append(request)
         return None
+
+    def _request(self, message: Submit) -> Request:
+        now_us = self._clock.now_us()
+        return Request(
+            request_id=message.request_id,
+            team_id=message.team_id,
+            start_level=message.start_level,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling=self._clamped(message.sampling, len(message.prompt_token_ids)),
+            arrival_us=now_us,
+            start_by_us=now_us + message.max_queue_us if message.max_queue_us > 0 else None,
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step boundary, in whatever state it is. Unknown ids are ignored."""
@@ -129,16 +144,17 @@ class EngineCore:
             for sequence in outcome.ended:
                 self._note_ended(sequence)
         ended, self._ended = self._ended, []
+        unborn, self._unborn = self._unborn, []
         if self._step_log is not None:
             self._step_log.write(began_us, plan, result, ended, self.scheduler)
-        if plan is None and not ended:
+        if plan is None and not (ended or unborn):
             return None
         num_running = len(plan.rows) if plan is not None else 0
         return StepDone(
             step_id=max(0, self.scheduler.num_steps - 1) if plan is None else plan.step_id,
             duration_us=duration_us,
             tokens=events,
-            finished=tuple(_finished(sequence) for sequence in ended),
+            finished=(*unborn, *(_finished(sequence) for sequence in ended)),
             num_running=num_running,
             num_waiting=max(0, self.scheduler.num_live - num_running),
             num_free_blocks=self.scheduler.memory.device.num_free,
@@ -155,7 +171,11 @@ class EngineCore:
                 self._step_log.took(message)
             if isinstance(message, Request):
                 self._num_inbox_requests -= 1
-                sequence = self.scheduler.add(message, now_us)
+                try:
+                    sequence = self.scheduler.add(message, now_us)
+                except ArrivalError as error:
+                    self._note_unborn(message, error, now_us)
+                    continue
                 self._seq_ids[message.request_id] = sequence.seq_id
             elif isinstance(message, Abort):
                 seq_id = self._seq_ids.get(message.request_id)
@@ -175,14 +195,30 @@ class EngineCore:
                 ]
                 self.scheduler.configure(terms, now_us)
 
+    def _note_unborn(self, request: Request, error: ArrivalError, now_us: int) -> None:
+        logger.error("request %s fails at its arrival", request.request_id, exc_info=error)
+        self._forget(request)
+        waited_us = now_us - request.arrival_us
+        self._unborn.append(
+            Finished(
+                request_id=request.request_id,
+                reason="error",
+                message=str(error),
+                prompt_tokens=len(request.prompt_token_ids),
+                queued_us=waited_us,
+                total_us=waited_us,
+            )
+        )
+
+    def _forget(self, request: Request) -> None:
+        self._request_ids.remove(request.request_id)
+        self._num_of_team[request.team_id] -= 1
+        if not self._num_of_team[request.team_id]:
+            del self._num_of_team[request.team_id]
+
     def _note_ended(self, sequence: Sequence) -> None:
-        request_id = sequence.request.request_id
-        self._request_ids.remove(request_id)
-        del self._seq_ids[request_id]
-        team_id = sequence.request.team_id
-        self._num_of_team[team_id] -= 1
-        if not self._num_of_team[team_id]:
-            del self._num_of_team[team_id]
+        self._forget(sequence.request)
+        del self._seq_ids[sequence.request.request_id]
         self._runner.release(sequence.seq_id)
         self._ended.append(sequence)
 
@@ -200,9 +236,9 @@ class EngineCore:
         prompt = message.prompt_token_ids
         if not prompt:
             return "invalid_request", "the prompt has no tokens"
-        if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
+        if foreign_id(prompt, self._model.vocab_size) is not None:
             return "invalid_request", f"token ids must lie in [0, {self._model.vocab_size})"
-        wrong = _sampling_fault(message.sampling)
+        wrong = sampling_fault(message.sampling, self._model.vocab_size)
         if wrong is not None:
             return "invalid_request", wrong
         if len(prompt) + 1 > self._tokens_max:
@@ -236,21 +272,6 @@ class EngineCore:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=sampling.stop_token_ids,
         )
-
-
-def _sampling_fault(sampling: SamplingParams) -> str | None:
-    """What is out of range in sampling parameters, as a sentence; None when nothing is."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        return f"temperature must be finite and not negative, got {sampling.temperature}"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p must lie in (0, 1], got {sampling.top_p}"
-    if sampling.top_k < 0:
-        return f"top_k must not be negative, got {sampling.top_k}"
-    if sampling.max_tokens < 1:
-        return f"max_tokens must be at least 1, got {sampling.max_tokens}"
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        return f"min_tokens must lie in [0, max_tokens], got {sampling.min_tokens}"
-    return None
 
 
 def _finished(sequence: Sequence) -> Finished:

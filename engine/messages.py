@@ -16,12 +16,12 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing. Bounds: `engine.sampling`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0  # always set: the gateway draws one when the caller gives none
+    seed: int = 0  # 64 bits with its sign; always set: the gateway draws one when the caller gives none
     max_tokens: int = 16  # clamped to context and KV pool by the gateway
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -172,7 +172,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """A Submit that was not taken; nothing was booked. `code` is an error.code of docs/reference.md."""
 
     request_id: str
-    code: str  # context_length_exceeded, queue_full, draining, invalid_request
+    code: str  # context_length_exceeded, queue_full, draining, invalid_request, engine_error
     message: str
 
 
@@ -223,6 +223,7 @@ class ServiceSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
     lag_bound_us: float = 0.0  # most that two able teams' lags may differ (docs/scheduling.md); 0 is no bound
     stall_us: int = 0  # device time spent standing still for copies
     replayed_tokens: int = 0  # tokens computed again after a drop
+    num_raised: int = 0  # attempts to run rows of a step that raised
 
 
 FromGateway = ConfigureTeams | Submit | Abort

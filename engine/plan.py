@@ -62,3 +62,6 @@ class StepResult:
     copies_done: Sequence[int] = ()  # copy ids that are complete, of this plan or earlier ones; each is named once
     copy_us: int = 0  # the part of duration_us that the step stood still for copies
     copies_failed: Sequence[int] = ()  # copy ids given up, which touch no block any more; each is named once
+    # seq_id -> the part of duration_us, beside copy_us, that only this failed row caused: attempts that raised
+    blamed_us: Mapping[int, int] = field(default_factory=dict)
+    num_raised: int = 0  # attempts to run rows that raised

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.messages import SamplingParams
+from engine.sampling import float32_temperature
 
 ARGMAX_BLOCK = 128  # argmax in two stages: torch's reduces rows of bfloat16 several times slower than amax
 NUCLEUS_FIRST_TRY = 256  # largest logits looked at first when finding the nucleus
@@ -58,7 +59,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], num_tokens: int) -> tupl
 
 def is_greedy(sampling: SamplingParams) -> bool:
     """Whether the largest logit is taken, whatever the seed."""
-    return sampling.temperature <= 0 or sampling.top_k == 1
+    return float32_temperature(sampling.temperature) == 0 or sampling.top_k == 1
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +92,7 @@ def _banned(draw: Draw, num_tokens: int) -> list[int]:
 def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
     sampling = draw.sampling
     # Against the peak, so that a tiny temperature gives large negative numbers and never infinity - infinity.
-    scaled = (logits.float() - logits[greedy_id].float()) / sampling.temperature
+    scaled = (logits.float() - logits[greedy_id].float()) / float32_temperature(sampling.temperature)
     if 0 < sampling.top_k < scaled.numel():
         scaled = _keep_largest(scaled, sampling.top_k)
     if sampling.top_p < 1:
@@ -99,8 +100,8 @@ def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     target = cumulative[-1] * uniform(sampling.seed, draw.position)
     chosen = int(torch.searchsorted(cumulative, target, right=True))
-    if chosen >= scaled.numel():  # u * total rounded up to the total
-        chosen = int(torch.nonzero(scaled > -math.inf)[-1])
+    if chosen >= scaled.numel():  # u * total rounded up to the total: the last token that adds anything to it
+        chosen = int(torch.searchsorted(cumulative, cumulative[-1]))
     return chosen
 
 

@@ -30,6 +30,7 @@ class ServiceSampler:
         self._lags: dict[int, tuple[float, float]] = {}
         self._stall_us = 0
         self._replayed_tokens = 0
+        self._num_raised = 0
 
     def due_in_us(self, now_us: int) -> int:
         """Microseconds until the next sample; 0 when it is due."""
@@ -111,6 +112,7 @@ class ServiceSampler:
         stall_us, self._stall_us = scheduler.bills.stall_us - self._stall_us, scheduler.bills.stall_us
         replayed = scheduler.bills.replayed_tokens - self._replayed_tokens
         self._replayed_tokens = scheduler.bills.replayed_tokens
+        raised, self._num_raised = scheduler.bills.num_raised - self._num_raised, scheduler.bills.num_raised
         return ServiceSamples(
             interval_ms=interval_ms,
             teams=tuple(teams),
@@ -118,6 +120,7 @@ class ServiceSampler:
             lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.take_shortage()),
             stall_us=stall_us,
             replayed_tokens=replayed,
+            num_raised=raised,
         )
 
     def _interference(self) -> tuple[Interference, ...]:

@@ -37,6 +37,10 @@ from policies.sequences import SequenceTerms, Served, TeamTerms
 _RUNNING, _PAUSED, _WAITING, _DROPPED = Status.RUNNING, Status.PAUSED, Status.WAITING, Status.DROPPED
 
 
+class ArrivalError(Exception):
+    """The policy could not take a sequence in. Nothing has changed: only its request ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step did: an event for each row and each other sequence that was charged, and the sequences it ended."""
@@ -155,25 +159,28 @@ class Scheduler:
             self._swaps.weights = {terms.team_id: terms.weight for terms in teams}
 
     def add(self, request: Request, now_us: int) -> Sequence:
-        """Take in a request that can run alone on this engine. Raises KeyError for an unknown team."""
+        """Take in a request that can run alone on this engine. Raises ArrivalError when the policy cannot."""
         assert self._open is None, "arrivals wait for the end of the step"
         block_size = self._config.block_size
         num_blocks_max = blocks_for(request.total_tokens_max, block_size)
         assert num_blocks_max <= self._entry.device_blocks, "impossible requests are refused before they get here"
         seq_id = self._next_seq_id
         num_prompt = len(request.prompt_token_ids)
-        level = self.policy.arrive(
-            SequenceTerms(
-                seq_id=seq_id,
-                team_id=request.team_id,
-                prompt_len=num_prompt,
-                cached_len=0,
-                prefill_work_us=self._profile.prefill_work_us(0, num_prompt),
-                start_level=request.start_level,
-                arrival_us=request.arrival_us,
-            ),
-            now_us,
+        terms = SequenceTerms(
+            seq_id=seq_id,
+            team_id=request.team_id,
+            prompt_len=num_prompt,
+            cached_len=0,
+            prefill_work_us=self._profile.prefill_work_us(0, num_prompt),
+            start_level=request.start_level,
+            arrival_us=request.arrival_us,
         )
+        try:
+            level = self.policy.arrive(terms, now_us)
+        except AssertionError:
+            raise
+        except Exception as error:  # by its contract the policy has changed nothing
+            raise ArrivalError(f"{type(error).__name__}: {error}") from error
         self._next_seq_id += 1
         sequence = Sequence(seq_id, request, BlockTable(self.pool, block_size), num_blocks_max, level)
         sequence.level_path.append(level)
@@ -320,14 +327,17 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult, now_us: int) -> StepOutcome:
         """Book an executed plan: tokens, charges, levels, copies and endings. Charges, and what is carried for a team
-        that has nothing live, sum to the step's measured time.
+        that has nothing live, sum to the step's measured time. What a failed row alone caused, its sequence pays.
         """
         step = self._open
         assert step is not None and step.plan is plan and result.step_id == plan.step_id, "not the open step"
         self._open = None
         swaps = self._swaps
         copy_us = swaps.bill_copies(plan, result) if swaps is not None else 0
-        charges_us = split_step(result.duration_us - copy_us, step.marginals_us, self._profile.fixed_us)
+        blamed_us = result.blamed_us
+        shared_us = result.duration_us - copy_us - sum(blamed_us.values())
+        assert shared_us >= 0, "a step's parts are at most the step"
+        charges_us = split_step(shared_us, step.marginals_us, self._profile.fixed_us)
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
         new_tokens: list[tuple[int, ...]] = []
@@ -338,6 +348,8 @@ class Scheduler:
             sequence.num_computed += len(row.token_ids)
             if swaps is not None and not row.is_decode:
                 charge_us -= swaps.filled(sequence, row, charge_us)
+            if blamed_us:
+                charge_us += blamed_us.get(seq_id, 0)
             sequence.device_us += charge_us
             sequence.work_us += work_us
             tokens: tuple[int, ...] = ()
@@ -357,6 +369,7 @@ class Scheduler:
             new_tokens.append(tokens)
             served.append(Served(seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
 
+        self.bills.num_raised += result.num_raised
         overheads, charged = self.bills.close_step(step.sequences) if swaps is not None else ((), ())
         self.policy.settle(served, now_us, overheads)
         level_of = self.policy.level

@@ -29,7 +29,15 @@ from engine.messages import (
     Submit,
     TeamEntry,
 )
-from gateway.errors import BadRequest, ContextLengthExceeded, EngineDied, GatewayError, Overloaded, Unavailable
+from gateway.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    EngineDied,
+    EngineFailed,
+    GatewayError,
+    Overloaded,
+    Unavailable,
+)
 from policies.sequences import TeamTerms
 
 _log = logging.getLogger("terazi.engine_client")
@@ -238,12 +246,13 @@ class EngineClient:
         assert message.request_id not in self._streams, f"request id {message.request_id} is in use"
         if self._writer.transport.get_write_buffer_size() > self._max_unsent_bytes:
             raise Unavailable("The engine does not take in requests at the moment.", retry_after_seconds=2)
+        data = encode(message)  # before anything is kept for it: what cannot be encoded leaves no trace
         stream = RequestStream(message.request_id)
         if not self._streams:
             self._heard_at = self._clock()
             self.latest_step = None  # it tells of an earlier time, in which something ran
         self._streams[message.request_id] = stream
-        self._write(encode(message))
+        self._write(data)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -346,4 +355,6 @@ def refusal_error(refused: Refused) -> GatewayError:
         return Overloaded(f"The queue is full: {refused.message}.", code="queue_full", retry_after_seconds=5)
     if refused.code == "draining":
         return Unavailable("The server is shutting down.", code="draining", retry_after_seconds=5)
+    if refused.code == "engine_error":
+        return EngineFailed(f"The engine failed on this request: {refused.message}.")
     return BadRequest(refused.message, code=refused.code)

@@ -141,6 +141,7 @@ class GatewayMetrics(Collector):
             ("terazi_preemptions", "Times a sequence lost its slot before its end.", service.preemptions),
             ("terazi_recomputes", "Times a sequence's KV was dropped, to be computed again.", service.recomputes),
             ("terazi_stall_seconds", "Device seconds that steps stood still for copies.", service.stall_us / 1e6),
+            ("terazi_engine_exceptions", "Attempts to run rows of a step that raised.", service.num_raised),
         ):
             yield CounterMetricFamily(name, text, value=value)
         for name, text, counts in (

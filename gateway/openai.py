@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.sampling import ANY_SEED, SEED_MAX, SEED_MIN
 from gateway.errors import BadRequest
 
 MAX_STOP_STRINGS = 4  # OpenAI's documented number
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOP_K_MAX = 2**31 - 1  # more than any vocabulary has, so every larger number asks for the same
 _LOCATION = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`\Z")
 
 
@@ -249,8 +251,9 @@ def _request(
     if not 0 <= top_p <= 1:
         raise _out_of_range("top_p", top_p, "between 0 and 1")
     top_k = 0 if body.top_k in (None, -1) else body.top_k or 0  # -1 is some servers' word for "all"
-    if not 0 <= top_k < 2**31:
+    if top_k < 0:
         raise _out_of_range("top_k", top_k, "at least 0 (0 is all)")
+    top_k = min(top_k, _TOP_K_MAX)
     if top_p == 0:  # the most probable token alone
         top_p, top_k = 1.0, 1
     return CompletionRequest(
@@ -264,7 +267,7 @@ def _request(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=None if body.seed is None else body.seed % 2**63,
+        seed=_seed(body.seed),
         stops=_stops(body.stop),
         stop_token_ids=_stop_token_ids(body.stop_token_ids),
         ignore_eos=bool(body.ignore_eos),
@@ -280,6 +283,15 @@ def _refuse(is_asked: bool, param: str, message: str) -> None:
 
 def _out_of_range(param: str, value: object, allowed: str) -> BadRequest:
     return BadRequest(f"'{param}' must be {allowed}, not {value}.", param=param, code="invalid_value")
+
+
+def _seed(seed: int | None) -> int | None:
+    """A seed of 64 bits with its sign, each of them its own; -1 stands for none."""
+    if seed is None or seed == ANY_SEED:
+        return None
+    if not SEED_MIN <= seed <= SEED_MAX:
+        raise _out_of_range("seed", seed, f"between {SEED_MIN} and {SEED_MAX} (-1 is any)")
+    return seed
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -300,13 +312,11 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _stop_token_ids(token_ids: list[int] | None) -> tuple[int, ...]:
+    """Whether they are ids of the model is checked where the model is known (`gateway.prepare`)."""
     if token_ids is None:
         return ()
     if len(token_ids) > MAX_STOP_TOKEN_IDS:
         raise _out_of_range("stop_token_ids", f"{len(token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    for token_id in token_ids:
-        if not 0 <= token_id < 2**31:
-            raise _out_of_range("stop_token_ids", token_id, "token ids")
     return tuple(token_ids)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.messages import Hello
+from engine.sampling import foreign_id
 from gateway.errors import BadRequest, ContextLengthExceeded, NotFound, UnsupportedMediaType
 from gateway.openai import CompletionRequest, Endpoint, decode_request
 from gateway.tokenizer import ModelTokenizer
@@ -63,6 +64,9 @@ def prepare(
             code="model_not_found",
             param="model",
         )
+    vocab_size = hello.model.vocab_size
+    _check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
+    _check_ids("prompt", request.prompt_token_ids or (), vocab_size)
     room = room_of(hello)
     param = "messages" if request.is_chat else "prompt"
     token_ids = _encode(request, tokenizer, room)
@@ -84,12 +88,15 @@ def _encode(request: CompletionRequest, tokenizer: ModelTokenizer, room: int) ->
         return tokenizer.encode_chat(request.messages, room=room)
     if request.prompt_text is not None:
         return tokenizer.encode_text(request.prompt_text, room=room)
-    token_ids = request.prompt_token_ids or ()
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < tokenizer.vocab_size:
-            raise BadRequest(
-                f"'prompt[{position}]' is {token_id}; token ids go from 0 to {tokenizer.vocab_size - 1}.",
-                param="prompt",
-                code="invalid_token_id",
-            )
-    return token_ids
+    return request.prompt_token_ids or ()
+
+
+def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Every field that holds token ids comes through here. Raises BadRequest with the place of a foreign one."""
+    position = foreign_id(token_ids, vocab_size)
+    if position is not None:
+        raise BadRequest(
+            f"'{param}[{position}]' is {token_ids[position]}; token ids go from 0 to {vocab_size - 1}.",
+            param=param,
+            code="invalid_token_id",
+        )

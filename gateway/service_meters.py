@@ -57,6 +57,7 @@ class ServiceMeters:
         self.preemptions = 0
         self.recomputes = 0
         self.stall_us = 0
+        self.num_raised = 0
         self.overhead_us = 0
         self.swaps: Counter[str] = Counter(out=0, **{"in": 0})
         self.swapped_bytes: Counter[str] = Counter(out=0, **{"in": 0})
@@ -84,6 +85,7 @@ class ServiceMeters:
             self.swapped_bytes["out"] += cause.bytes_out
             self.swapped_bytes["in"] += cause.bytes_in
         self.stall_us += samples.stall_us
+        self.num_raised += samples.num_raised
         self.last = samples.teams
         self._add_interval(samples.teams, now)
 

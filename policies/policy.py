@@ -21,7 +21,10 @@ class Policy(Protocol):
         """Replace the table of teams. Teams that vanish keep their terms until their last sequence leaves."""
 
     def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
-        """Take in a new sequence and return the level it joins. Raises KeyError for an unknown team."""
+        """Take in a new sequence and return the level it joins. Raises KeyError for an unknown team.
+
+        Whatever it raises, it raises before it changes anything.
+        """
 
     def fits_again(self, seq_id: int) -> None:
         """`seq_id` was refused and would fit now: its team counts as able to run again. Between steps only."""

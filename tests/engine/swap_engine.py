@@ -49,7 +49,7 @@ class TimedRunner:
         copy_us = round(BLOCK_COPY_US * sum(len(copy.pairs) for copy in (*plan.copies_out, *plan.copies_in)))
         duration_us = (step_us(PROFILE, plan) if plan.rows else 0) + max(1, copy_us)
         self._clock.advance(duration_us)
-        return dataclasses.replace(result, duration_us=duration_us, copy_us=copy_us)
+        return dataclasses.replace(result, duration_us=duration_us, copy_us=copy_us, blamed_us={})
 
     def release(self, seq_id: int) -> None:
         self._runner.release(seq_id)

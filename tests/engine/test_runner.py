@@ -79,7 +79,7 @@ def test_an_allocation_failure_fails_only_the_row_that_causes_it(
 
     monkeypatch.setattr(runner.model, "forward", failing)
     result = runner.execute(StepPlan(2, tuple(rows)))
-    assert result.failed == {2: "DefaultCPUAllocator: can't allocate memory"}
+    assert result.failed == {2: "RuntimeError: DefaultCPUAllocator: can't allocate memory"}
     assert result.token_ids == {i: token for i, token in expected.items() if i != 2}
 
 

@@ -7,7 +7,7 @@ from engine.entry import REFUSALS_BEFORE_RESERVATION
 from engine.messages import SamplingParams
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, Status
-from engine.scheduler import Scheduler
+from engine.scheduler import ArrivalError, Scheduler
 from policies.sequences import TeamTerms
 from tests.engine.support import UNIT_PROFILE, ArrivalOrder, Engine, submit
 
@@ -308,7 +308,7 @@ def test_arrivals_and_ends_in_an_open_step_are_bugs() -> None:
 
 def test_an_unknown_team_leaves_no_trace() -> None:
     bench = Bench()
-    with pytest.raises(KeyError):
+    with pytest.raises(ArrivalError):
         bench.scheduler.add(Request("x", 7, 0, (1,), SamplingParams(), 0), 0)
     bench.scheduler.check()
     assert bench.scheduler.num_live == 0 and bench.scheduler.num_waiting == 0

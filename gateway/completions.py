@@ -48,6 +48,21 @@ _LINGER_SECONDS = 1.0  # for the rest of a body, before an answer that closes th
 REQUEST_ID_KEY = "terazi.request_id"  # in the ASGI scope, set by the outermost middleware
 
 
+def sampling_of(prepared: Prepared) -> SamplingParams:
+    """What the engine is told of a request's sampling; a seed is drawn for one without."""
+    request = prepared.request
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        max_tokens=prepared.max_tokens,
+        min_tokens=min(request.min_tokens, prepared.max_tokens),
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+    )
+
+
 class Completions:
     """The ASGI endpoint of one of the two routes."""
 
@@ -184,22 +199,13 @@ class _Call:
 
     def _submit_message(self, prepared: Prepared) -> Submit:
         assert self._claim is not None
-        request, tier = prepared.request, self._claim.identity.tier
+        tier = self._claim.identity.tier
         return Submit(
             request_id=self._request_id,
             team_id=self._claim.identity.team_id,
             start_level=tier.start_level,
             prompt_token_ids=prepared.token_ids,
-            sampling=SamplingParams(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                seed=secrets.randbits(63) if request.seed is None else request.seed,
-                max_tokens=prepared.max_tokens,
-                min_tokens=min(request.min_tokens, prepared.max_tokens),
-                ignore_eos=request.ignore_eos,
-                stop_token_ids=request.stop_token_ids,
-            ),
+            sampling=sampling_of(prepared),
             max_queue_us=tier.max_queue_seconds * 1_000_000,
         )
 

@@ -1,13 +1,17 @@
 """The sampler: its distribution, its filters at their edges, its seeds, and rows that do not see one another."""
 
 import math
+import sys
 from collections import Counter
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from engine.messages import SamplingParams
 from engine.sampler import Draw, argmax, is_greedy, nucleus_size, sample, uniform
+from engine.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN, float32_temperature, sampling_fault
 
 
 def draw(position: int = 0, num_generated: int = 0, eos: tuple[int, ...] = (), **sampling: object) -> Draw:
@@ -53,7 +57,6 @@ def test_each_position_draws_anew_and_a_seed_repeats() -> None:
     assert len(set(first)) > 40
 
 
-@pytest.mark.case("K56")
 def test_different_seeds_give_different_tokens() -> None:
     logits = torch.zeros((3, 5000))
     assert len(set(tokens(logits, [draw(seed=s, position=5) for s in (7, 8, 9)]))) >= 2
@@ -142,10 +145,122 @@ def test_padded_vocabulary_rows_are_never_chosen() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_without_finite_logits_fails_alone(bad: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at", [0, 250, 256, 299])  # 256 and above are behind the last whole block of argmax
+@pytest.mark.case("Y4")
+def test_a_row_without_finite_logits_fails_alone(bad: float, dtype: torch.dtype, at: int) -> None:
     logits = torch.zeros((3, 300), dtype=dtype)
     logits[:, 7] = 1.0
-    logits[1, 250] = bad
+    logits[1, at] = bad
     ids, errors = sample(logits, [draw(temperature=0.0)] * 3, 300)
     assert ids[0] == ids[2] == 7
     assert [bool(error) for error in errors] == [False, True, False]
+
+
+@pytest.mark.case("Y1")
+@pytest.mark.parametrize("drawn", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.99}, {}])
+def test_a_token_of_probability_0_is_never_drawn(
+    monkeypatch: pytest.MonkeyPatch, drawn: float, filters: dict[str, float]
+) -> None:
+    """At both ends of the numbers that a draw can have; the last id's probability underflows to 0."""
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: drawn)
+    logits = torch.tensor([[-120.0, 1.0, 2.0, 1.5, -120.0], [-math.inf, -math.inf, 0.0, 0.0, -math.inf]])
+    draws = [draw(seed=1, **filters), draw(seed=1, **filters)]
+    probable = [{1, 3}, {2, 3}]
+    for token, allowed in zip(tokens(logits, draws), probable, strict=True):
+        assert token in allowed
+        assert token == (min(allowed) if drawn == 0.0 else max(allowed))
+
+
+def test_a_draw_that_rounds_up_to_the_total_is_the_last_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: 1.0)
+    logits = torch.tensor([[0.0, 1.0, 0.5, -200.0, -math.inf]])
+    assert tokens(logits, [draw(seed=1)]) == [2]
+
+
+EDGES = (
+    *(0.0, -0.0, 5e-324, 1e-320, sys.float_info.min, 1e-300, 1e-46, 1e-45, 1.4e-45, 1e-40, 2.0**-127, TEMPERATURE_MIN),
+    *(
+        1e-30,
+        1e-6,
+        0.5,
+        1.0,
+        2.0,
+        math.nextafter(1, 0),
+        1e30,
+        TEMPERATURE_MAX,
+        3.4e38,
+        3.5e38,
+        1e308,
+        sys.float_info.max,
+    ),
+)
+FLOATS = st.one_of(st.sampled_from(EDGES), st.floats(0, allow_nan=False, allow_infinity=False))
+LOGITS = st.one_of(
+    st.floats(-50, 50, width=32),
+    st.sampled_from([-math.inf, -3.3e38, 3.3e38, -1e30, 1e30, 0.0, 1.2e-38, 1e-45]),
+    st.floats(-(2.0**127), 2.0**127, width=32),
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=FLOATS,
+    top_p=FLOATS.map(lambda p: p if 0 < p <= 1 else 1.0),
+    top_k=st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1)),
+    seed=st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 1, 2**63 - 1, -(2**63)])),
+    max_tokens=st.just(2**63 - 1),
+    min_tokens=st.integers(0, 2**63 - 1),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, 29), max_size=5).map(tuple),
+)
+
+
+@pytest.mark.case("T01")
+@settings(max_examples=200, deadline=None)
+@given(
+    sampling=SAMPLING,
+    logits=st.lists(LOGITS, min_size=30, max_size=30),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    num_generated=st.integers(0, 2**20),
+)
+@example(SamplingParams(temperature=1e-46), [1.0, 2.0, *[0.0] * 28], torch.float32, 0)
+@example(SamplingParams(temperature=1e308), [1.0, -math.inf, *[0.0] * 28], torch.bfloat16, 0)
+@example(SamplingParams(temperature=1e308, top_k=3), [1.0, 2.0, *[0.0] * 28], torch.float32, 0)
+@example(SamplingParams(temperature=1e-38, top_p=5e-324), [3.3e38, *[-3.3e38] * 29], torch.bfloat16, 0)
+def test_whatever_float_is_asked_for_a_row_gets_a_token(
+    sampling: SamplingParams, logits: list[float], dtype: torch.dtype, num_generated: int
+) -> None:
+    """Every field over the whole range of its type. The row's token may come, and the row beside it gets its own."""
+    assert sampling_fault(sampling, 30) is None
+    row = torch.tensor(logits).to(dtype)
+    asked = Draw(sampling, 77, num_generated, (2,))
+    banned = {2, *sampling.stop_token_ids} if num_generated < sampling.min_tokens else set()
+    possible = [i for i in range(30) if i not in banned and row[i] > -math.inf]
+    beside = draw(seed=5, position=9, temperature=0.8)
+    plain = torch.linspace(-2, 2, 30).to(dtype)
+    ids, errors = sample(torch.stack([row, plain]), [asked, beside], 30)
+    assert ids[1:] == tokens(plain.unsqueeze(0), [beside]) and not errors[1]
+    if not possible:
+        assert errors[0]
+        return
+    assert errors[0] == "" and ids[0] in possible
+    best = max(possible, key=lambda i: (float(row[i]), -i))
+    if sampling.temperature < TEMPERATURE_MIN or sampling.top_k == 1:
+        assert ids[0] == best
+    if sampling.top_k:
+        assert sorted((float(row[i]) for i in possible), reverse=True)[: sampling.top_k][-1] <= float(row[ids[0]])
+    assert (ids, errors) == sample(torch.stack([row, plain]), [asked, beside], 30), "the same again"
+
+
+@pytest.mark.case("T01")
+def test_what_float32_cannot_divide_by_is_greedy_or_flat() -> None:
+    assert [float32_temperature(t) for t in (0.0, -0.0, 5e-324, 1e-46, 1e-45, 1e-38)] == [0.0] * 6
+    assert float32_temperature(TEMPERATURE_MIN) == TEMPERATURE_MIN and float32_temperature(0.7) == 0.7
+    assert float32_temperature(1e308) == float32_temperature(sys.float_info.max) == TEMPERATURE_MAX
+    assert float32_temperature(math.nan) == 0.0
+    tiny = torch.finfo(torch.float32).tiny
+    for edge in (TEMPERATURE_MIN, TEMPERATURE_MAX):
+        narrow = torch.tensor(edge, dtype=torch.float32)
+        assert float(narrow) == edge and tiny <= float(1 / narrow) < math.inf
+    logits = torch.tensor([[1.0, 3.0, 3.0, -math.inf]])
+    assert {tokens(logits, [draw(seed=s, temperature=1e-46)])[0] for s in range(20)} == {1}
+    assert {tokens(logits, [draw(seed=s, temperature=1e308)])[0] for s in range(40)} == {0, 1, 2}

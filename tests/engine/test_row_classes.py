@@ -5,9 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from engine.row_classes import (
+    CANDIDATES,
     FIXED,
     FIXED_CLASSES,
     Recipe,
+    RowClasses,
     RowFn,
     cancelling,
     decode_counts,
@@ -57,6 +59,28 @@ def test_the_probe_finds_the_cheapest_recipe(
 ) -> None:
     classes = probe("linear", library(edges), ROWS, [1, 2, 3, 5, 32, 33, 40], [1, 3, 31, 33, 65])
     assert (classes.decode, classes.prefill, classes.is_merged) == (decode, prefill, is_merged)
+
+
+@pytest.mark.case("Z1")
+@pytest.mark.parametrize("period", [2, 4, 32])
+def test_what_depends_on_a_rows_place_passes_no_probe(period: int) -> None:
+    """The row count changes nothing here, so only moving rows to other places can show it."""
+
+    def placed(rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([_in_pieces(row, 1 + place % period) for place, row in enumerate(rows)])
+
+    counts = [1, 2, 3, 31, 33, 70]
+    assert not any(is_invariant(placed, ROWS, counts, recipe) for recipe in CANDIDATES)
+    assert probe("odd", placed, ROWS, counts, [*counts, 65]) == FIXED_CLASSES
+
+
+@pytest.mark.case("Z2")
+def test_classes_that_differ_only_for_long_prompts_are_two() -> None:
+    """No step decodes 50 rows, so decode rows never see the other kernel; prompts do."""
+    classes = probe("linear", library((50,)), ROWS, [1, 2, 3, 5, 32, 33, 40], [1, 3, 31, 33, 65])
+    assert classes == RowClasses(Recipe(), Recipe(1, 32), is_merged=False)
+    reference = classes.run(library((50,)), ROWS[:1], 1)
+    assert torch.equal(classes.run(library((50,)), ROWS[:65], 1)[:1], reference)
 
 
 def test_what_changes_at_every_count_runs_in_fixed_tiles() -> None:

@@ -109,7 +109,9 @@ async def test_samples_add_up_by_team() -> None:
         given = {"overhead_us": 250_000, "promotions": 1, "exhausted": 2, "budget_us": -500_000, "lag_max_us": 2.5e6}
         for _ in range(2):
             both = (sample(1, 1_000_000, 500_000, **given), sample(2, 500_000))
-            shown.metrics.add(interval(*both, interference=(cause, cause), stall_us=125_000, replayed_tokens=9))
+            shown.metrics.add(
+                interval(*both, interference=(cause, cause), stall_us=125_000, replayed_tokens=9, num_raised=3)
+            )
         device = shown.values("terazi_device_seconds_total", "team", "phase")
         assert device[("team-a", "compute")] == 1.5 and device[("team-a", "overhead")] == 0.5
         assert sum(device.values()) == 3.0
@@ -124,6 +126,7 @@ async def test_samples_add_up_by_team() -> None:
         assert shown.values("terazi_swapped_bytes_total", "direction") == {"out": 800, "in": 400}
         assert shown.value("terazi_recomputes_total") == 4
         assert shown.value("terazi_stall_seconds_total") == 0.25
+        assert shown.value("terazi_engine_exceptions_total") == 6
         assert shown.value("vllm:num_preemptions_total", model_name="org/tiny-random", engine="0") == 12
 
 

@@ -33,11 +33,13 @@ MODEL = "tiny-random"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
-async def start_engine(directory: Path) -> asyncio.subprocess.Process:
-    """`python -m engine.service` with the simulated runner; returns once it listens."""
-    config = EngineConfig(kind="sim", model=MODEL, cache_dir=str(directory), kv_memory_bytes=8 * 1024**2)
+async def start_engine(
+    directory: Path, module: str = "engine.service", kind: str = "sim", **settings: Any
+) -> asyncio.subprocess.Process:
+    """`python -m engine.service`, with the simulated runner unless told otherwise; returns once it listens."""
+    config = EngineConfig(kind=kind, model=MODEL, cache_dir=str(directory), kv_memory_bytes=8 * 1024**2, **settings)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.service", "--socket", str(directory / "s"), "--parent-stdin"),
+        *(sys.executable, "-m", module, "--socket", str(directory / "s"), "--parent-stdin"),
         *("--config", msgspec.json.encode(config).decode()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

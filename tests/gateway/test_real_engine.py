@@ -43,6 +43,7 @@ async def start_engine(
         *("--config", msgspec.json.encode(config).decode()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],  # where `tests` can be imported from
     )
     assert process.stdout is not None
     line = await asyncio.wait_for(process.stdout.readline(), 60)

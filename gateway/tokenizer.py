@@ -8,7 +8,7 @@ switched off. A raw prompt of /v1/completions is the caller's own, control token
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,49 @@ from gateway.chat_template import ChatTemplate, load_chat_template
 from gateway.detokenizer import token_bytes_table
 from gateway.errors import BadRequest, ContextLengthExceeded
 
+# What tokenizer.json keeps from training, which is about the shape of batches or makes each encoding another one.
+# Obeyed, it would cut prompts, fill them up or change them without a word.
+_TRAINING_ONLY: dict[str, Any] = {"truncation": None, "padding": None}
+
 # A mark is a number between two Unicode noncharacters, which are never part of exchanged text. Who sends one all the
 # same gets the spelling it stands for, as ordinary text.
 _MARK = re.compile("\ufdd0([0-9]{1,6})\ufdd1")
+
+
+def _document(tokenizer_json: str) -> dict[str, Any]:
+    """tokenizer.json without what is for training only: truncation, padding and dropout. Raises ValueError."""
+    try:
+        document = json.loads(tokenizer_json)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError("tokenizer.json cannot be read: it must hold a JSON object")
+    model = document.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        document["model"] = model | {"dropout": None}
+    return document | _TRAINING_ONLY
+
+
+def _tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Raises ValueError."""
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(document, ensure_ascii=False))
+    except Exception as error:  # the library raises bare Exception
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer.json cannot be read: {reason}") from error
+
+
+def _begins_differently(pre_tokenizer: Any) -> bool:
+    """Whether it puts a blank in front of the text's beginning and nowhere else (Metaspace's scheme `first`)."""
+    return '"prepend_scheme": "first"' in json.dumps(pre_tokenizer)
+
+
+def _inside(pre_tokenizer: Any) -> Any:
+    """The same pre-tokenizer for text that is no beginning."""
+    if isinstance(pre_tokenizer, dict):
+        changed = {name: _inside(value) for name, value in pre_tokenizer.items()}
+        return changed | ({"prepend_scheme": "never"} if changed.get("prepend_scheme") == "first" else {})
+    return [_inside(part) for part in pre_tokenizer] if isinstance(pre_tokenizer, list) else pre_tokenizer
 
 
 class ModelTokenizer:
@@ -36,13 +76,15 @@ class ModelTokenizer:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """Raises ValueError for a document that is no tokenizer."""
-        try:
-            self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
-            self._plain = tokenizers.Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        document = _document(tokenizer_json)
+        self._full = _tokenizer(document)
+        self._plain = _tokenizer(document)
         self._plain.encode_special_tokens = True
-        document: dict[str, Any] = json.loads(tokenizer_json)
+        # Between special tokens a piece is no beginning, and gets no blank in front that only beginnings get.
+        self._plain_inside = self._plain
+        if _begins_differently(document.get("pre_tokenizer")):
+            self._plain_inside = _tokenizer(document | {"pre_tokenizer": _inside(document["pre_tokenizer"])})
+            self._plain_inside.encode_special_tokens = True
         specials = [token for token in document.get("added_tokens") or [] if token.get("special")]
         self._special_ids = {token["content"]: token["id"] for token in specials}
         self._strips_left = {token["content"] for token in specials if token.get("lstrip")}
@@ -94,7 +136,8 @@ class ModelTokenizer:
         ids: list[int] = []
         for piece, special_id in self._split(text):
             if piece:
-                ids += self._plain.encode(_MARK.sub(self._spelling, piece), add_special_tokens=False).ids
+                plain = self._plain_inside if ids else self._plain
+                ids += plain.encode(_MARK.sub(self._spelling, piece), add_special_tokens=False).ids
             if special_id is not None:
                 ids.append(special_id)
         return ids

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.tiny import write_tiny_model
 from tests.e2e.clients import client_of
 from tests.e2e.server import Server, wait_until
 
@@ -58,6 +59,20 @@ def test_a_model_that_is_not_there_is_one_clear_line(make_server: MakeServer) ->
     done = make_server().terazi("serve", "--engine", "sim", "--model", "/nowhere/model", *ports)
     assert done.returncode == 1
     assert "/nowhere/model" in one_line(done)
+
+
+@pytest.mark.case("H20")
+def test_when_the_chat_template_does_not_parse_then_one_line(make_server: MakeServer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny_model(model)
+    (model / "chat_template.jinja").write_text("{{ bos_token }}\n{% for message in messages %}\n{% oops %}")
+    options = ["--engine", "sim", "--model", str(model), "--port", "0", "--admin-port", "0"]
+    done = make_server().terazi("serve", *options)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("terazi: ")]
+    assert len(said) == 1 and "Traceback" not in done.stderr
+    assert f"{model / 'chat_template.jinja'}, line 3: Encountered unknown tag 'oops'" in said[0]
 
 
 @pytest.mark.case("D11")

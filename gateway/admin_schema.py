@@ -127,6 +127,8 @@ def key_record(key: ApiKey, now_us: int) -> dict[str, Any]:
     status = "active"
     if key.revoked_at_us is not None:
         status = "revoked"
+    elif key.is_team_archived:
+        status = "team_archived"
     elif key.expires_at_us is not None and key.expires_at_us <= now_us:
         status = "expired"
     return {

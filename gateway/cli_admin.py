@@ -96,8 +96,12 @@ def team_list(
 ) -> None:
     """All teams that are not archived."""
     with reporting(as_json):
-        params = {"archived": "true"} if archived else None
-        _show_list(_call(data_dir, "GET", TEAMS, params=params), as_json, "teams")
+        answer = _call(data_dir, "GET", TEAMS, params={"archived": "true"})
+        live = [team for team in answer["data"] if team["archived_at"] is None]
+        num_archived = len(answer["data"]) - len(live)
+        _show_list(answer if archived else answer | {"data": live}, as_json, "teams")
+        if num_archived and not archived and not as_json:
+            print(f"{num_archived} archived not shown: terazi team list --archived")
 
 
 @team_app.command("show")
@@ -134,7 +138,8 @@ def key_create(
     team: Team,
     name: Annotated[str | None, typer.Option("--name", metavar="TEXT", help="What it is for.")] = None,
     expires_at: Annotated[
-        str | None, typer.Option("--expires-at", metavar="TIME", help="End of its life, UTC.")
+        str | None,
+        typer.Option("--expires-at", metavar="TIME", help="First moment it is refused; a date is its midnight, UTC."),
     ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
@@ -144,7 +149,8 @@ def key_create(
         given = {"name": name, "expires_at": expires_at}
         body = {field: value for field, value in given.items() if value is not None}
         answer = _call(data_dir, "POST", _path(TEAMS, team, "keys"), body=body)
-        _show({field: answer[field] for field in ("id", "key", "team")}, as_json)
+        fields = ["id", "key", "team", *(["expires_at"] if answer["expires_at"] else [])]
+        _show({field: answer[field] for field in fields}, as_json)
         if not as_json:
             print("Keep the key: it will not be shown again.", file=sys.stderr)
 

@@ -3,7 +3,8 @@
     GatewayError                    status  type                    code
     ├── BadRequest                  400     invalid_request_error   (named by the caller)
     │   └── ContextLengthExceeded   400     invalid_request_error   context_length_exceeded
-    ├── Unauthenticated             401     authentication_error    invalid_api_key, key_revoked, key_expired
+    ├── Unauthenticated             401     authentication_error    invalid_api_key, key_revoked, key_expired,
+    │                                                           team_archived
     ├── Forbidden                   403     permission_error        (named by the caller)
     ├── NotFound                    404     invalid_request_error   not_found, model_not_found
     ├── MethodNotAllowed            405     invalid_request_error   method_not_allowed

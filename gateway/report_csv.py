@@ -21,13 +21,15 @@ def write_csv(out: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 def write_usage_csv(out: TextIO, report: Mapping[str, Any]) -> None:
     """A usage report: a header with the JSON document's keys and one line for each of its data rows, also when there is
-    none; the period and its time zone are in every line.
+    none; the period and its time zone are in every line. Lines by team also
+    have what became of the team.
 
     There is no total line, so a column may be summed; the total is the one line of a report by nothing.
     """
     period = {name: report[name] for name in ("from", "to", "time_zone")}
     lines = report["data"] if report["by"] else [report["total"]]
-    write_csv(out, [*report["by"], *report["total"], *period], [{**line, **period} for line in lines])
+    status = ["team_status"] if "team" in report["by"] else []
+    write_csv(out, [*report["by"], *report["total"], *status, *period], [{**line, **period} for line in lines])
 
 
 def _cell(value: Any) -> Any:

@@ -28,6 +28,7 @@ from gateway.report_format import (
     size,
     span,
     sum_of,
+    team_name,
     tone,
     was_short,
 )
@@ -212,7 +213,7 @@ def shares(report: Report, binned: Binned, teams: Sequence[str], is_short: bool,
         ],
         [
             [
-                row["team"],
+                team_name(row),
                 row["tier"] or "–",
                 number(row["weight"], 0),
                 count(row["requests"]),

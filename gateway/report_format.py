@@ -11,6 +11,12 @@ Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
+def team_name(row: Mapping[str, Any]) -> str:
+    """A team as a line of a report names it, with what became of it."""
+    status = row.get("team_status", "active")
+    return str(row["team"]) if status == "active" else f"{row['team']} ({status})"
+
+
 def number(value: float | None, places: int, factor: float = 1.0) -> str:
     """With thousands separators; an en dash for None."""
     return "–" if value is None else f"{value * factor:,.{places}f}"

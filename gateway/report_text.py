@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.render import cell, print_json, print_table
-from gateway.report_format import why_unbound
+from gateway.report_format import team_name, why_unbound
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
@@ -26,6 +26,8 @@ def write_usage(report: Report) -> None:
         print(f"{title}: no request ended in this period")
         return
     rows = [dict(row) for row in report["data"]] if dimensions else []
+    if "team" in dimensions:
+        rows = [row | {"team": team_name(row)} for row in rows]
     some = [name for name in (*_UNHAPPY, *_COSTS) if total[name]]
     unhappy = [name for name in some if name in _UNHAPPY]
     columns = [
@@ -89,7 +91,7 @@ def _percent(value: float | None) -> float | None:
 
 def _team(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "team": row["team"],
+        "team": team_name(row),
         "tier": row["tier"],
         "weight": row["weight"],
         "device_s": row["device_seconds"],

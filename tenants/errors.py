@@ -7,6 +7,7 @@ TenantError
 ├── Denied              a caller who may not (401)
 │   ├── InvalidKey      unknown, malformed or wrong: all look the same
 │   ├── KeyRevoked      said only to a caller who knew the secret
+│   │   └── TeamArchived    the key is as it was; its team is put away
 │   └── KeyExpired      likewise
 ├── LimitExceeded       a limit of one's own (429)
 └── StoreUnavailable    database or journal cannot take it (503)
@@ -73,6 +74,22 @@ class KeyExpired(Denied):
     """The secret was right; the key's time is over."""
 
     code = "key_expired"
+
+
+class TeamArchived(KeyRevoked):
+    """The secret was right and the key is good; its team is archived until an operator restores it."""
+
+    code = "team_archived"
+
+    def __init__(self, team: str) -> None:
+        super().__init__(
+            f"Team {team} is archived, so its API keys are refused. An operator can restore it: {how_to_restore(team)}"
+        )
+
+
+def how_to_restore(team: str) -> str:
+    """The command that brings an archived team back."""
+    return f"terazi team set {team} --restore"
 
 
 _LIMIT_WORDS = {

@@ -27,6 +27,7 @@ from tenants import tables
 from tenants.ledger_queries import NOTHING, SIZE, SLOWDOWN, SUMS, TIMES, finished_within, spreads, sums
 from tenants.periods import Period
 from tenants.samples import Reach, reach, service_by_team, summed
+from tenants.teams import GONE, team_statuses
 
 _ledger = tables.ledger.c
 _SIZES = ("short", "medium", "long")
@@ -43,7 +44,7 @@ Terms = dict[int, tuple[str, str | None, int]]
 
 
 async def fairness_report(connection: AsyncConnection, period: Period) -> dict[str, Any]:
-    """See the module. Nine statements, whatever the period holds."""
+    """See the module. Ten statements, whatever the period holds."""
     reached = await reach(connection, period)
     terms = await _terms(connection)
     service = await service_by_team(connection, reached)
@@ -97,6 +98,7 @@ async def _lines(
     connection: AsyncConnection, period: Period, service: dict[int, dict[str, int | float]], terms: Terms
 ) -> list[dict[str, Any]]:
     booked = await sums(connection, {"team": _ledger.team_id}, finished_within(period))
+    statuses = await team_statuses(connection)
     lines = []
     for team_id, row in service.items():
         name, tier, weight = terms.get(team_id, (f"team {team_id}", None, 1))
@@ -104,6 +106,7 @@ async def _lines(
         lines.append(
             {
                 "team": name,
+                "team_status": statuses.get(team_id, GONE),
                 "tier": tier,
                 "weight": weight,
                 "device_seconds": row["served_us"] / 1e6,

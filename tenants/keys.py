@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import audit, key_format, tables
 from tenants.clock import iso
-from tenants.errors import Conflict, Invalid, NotFound
+from tenants.errors import Conflict, Invalid, NotFound, how_to_restore
 from tenants.names import check_name
 from tenants.pepper import Pepper
 from tenants.teams import DEFAULT_PROJECT, get_team
@@ -29,6 +29,7 @@ class ApiKey:
     created_at_us: int
     expires_at_us: int | None
     revoked_at_us: int | None
+    is_team_archived: bool
 
 
 def _query() -> Any:
@@ -42,11 +43,13 @@ def _query() -> Any:
         t.api_keys.c.created_at_us,
         t.api_keys.c.expires_at_us,
         t.api_keys.c.revoked_at_us,
+        t.teams.c.archived_at_us,
     ).select_from(t.api_keys.join(t.projects).join(t.teams))
 
 
 def _key(row: Row[Any]) -> ApiKey:
-    return ApiKey(*tuple(row))
+    values = dict(row._mapping)
+    return ApiKey(key_id=values.pop("id"), is_team_archived=values.pop("archived_at_us") is not None, **values)
 
 
 async def create_key(
@@ -65,10 +68,14 @@ async def create_key(
     """
     owner = await get_team(connection, team)
     if owner.archived_at_us is not None:
-        raise Conflict(f"Team {team!r} is archived.", code="team_archived")
+        raise Conflict(f"Team {team!r} is archived. Restore it first: {how_to_restore(team)}", code="team_archived")
     check_name("Key", name)
     if expires_at_us is not None and expires_at_us <= at_us:
-        raise Invalid("expires_at must lie in the future.", param="expires_at")
+        raise Invalid(
+            f"expires_at must lie in the future: it begins at {iso(expires_at_us)}, which is past (it is now "
+            f"{iso(at_us)}). A date alone is its first moment in UTC, 00:00:00Z.",
+            param="expires_at",
+        )
     project_id = await connection.scalar(
         select(tables.projects.c.id).where(
             tables.projects.c.team_id == owner.team_id, tables.projects.c.name == DEFAULT_PROJECT

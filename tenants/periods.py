@@ -79,6 +79,21 @@ def offsets(time_zone: str, from_us: int, to_us: int) -> list[tuple[int, int]]:
     return found
 
 
+def days_of(period: Period) -> list[int]:
+    """The calendar days of the period's zone that it touches, as days since 1970, oldest first.
+
+    A day that a zone never had (Samoa left out 2011-12-30) is none.
+    """
+    pieces = [(period.from_us, 0)]
+    if period.time_zone != DEFAULT_TIME_ZONE:
+        pieces = offsets(period.time_zone, period.from_us, period.to_us - 1)
+    ends = [*(begin for begin, _ in pieces[1:]), period.to_us]
+    found: set[int] = set()
+    for (begin, offset), end in zip(pieces, ends, strict=True):
+        found.update(range((begin + offset) // DAY_US, (end - 1 + offset) // DAY_US + 1))
+    return sorted(found)
+
+
 def parse_moment(text: str, param: str, time_zone: str = DEFAULT_TIME_ZONE) -> int:
     """A date (its midnight) or a date with a time, in `time_zone` unless it names an offset. Raises Invalid.
 

@@ -20,7 +20,7 @@ from policies.tiers import Tier
 from tenants import key_format, tables
 from tenants.clock import epoch_us
 from tenants.database import STORE_ERRORS, Database
-from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable
+from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable, TeamArchived
 from tenants.pepper import Pepper
 from tenants.quotas import Limits as Limits
 
@@ -49,7 +49,8 @@ class KeyEntry:
     identity: Identity
     secret_hmac: bytes
     expires_at_us: int | None
-    is_revoked: bool  # the key itself, or its team archived
+    is_revoked: bool
+    is_team_archived: bool = False
 
     def __repr__(self) -> str:
         return f"KeyEntry({self.identity.key_public_id})"
@@ -80,7 +81,8 @@ class Snapshot:
     def identify(self, bearer: str, now: datetime) -> Identity:
         """Whom this key (the text after `Bearer `) stands for at `now`.
 
-        Raises InvalidKey for anything unknown or wrong; KeyRevoked or KeyExpired only when the secret was right.
+        Raises InvalidKey for anything unknown or wrong; KeyRevoked, TeamArchived or KeyExpired only when the secret
+        was right.
         The secret is compared in constant time, and against a dummy when the public id is unknown.
         """
         parsed = key_format.parse(bearer)
@@ -93,6 +95,8 @@ class Snapshot:
             raise InvalidKey
         if entry.is_revoked:
             raise KeyRevoked(f"API key {parsed.public_id} has been revoked.")
+        if entry.is_team_archived:
+            raise TeamArchived(entry.identity.team)
         if entry.expires_at_us is not None and epoch_us(now) >= entry.expires_at_us:
             raise KeyExpired(f"API key {parsed.public_id} has expired.")
         return entry.identity
@@ -199,8 +203,13 @@ async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
             tier=team.tier,
             limits=team.limits,
         )
-        is_revoked = row["revoked_at_us"] is not None or team.team_id in archived
-        keys[row["public_id"]] = KeyEntry(identity, row["secret_hmac"], row["expires_at_us"], is_revoked)
+        keys[row["public_id"]] = KeyEntry(
+            identity,
+            row["secret_hmac"],
+            row["expires_at_us"],
+            is_revoked=row["revoked_at_us"] is not None,
+            is_team_archived=team.team_id in archived,
+        )
     if num_foreign:
         _log.warning(
             "%d API keys were made with another pepper than %s and cannot be used", num_foreign, pepper.pepper_id

@@ -4,17 +4,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import Row, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import audit, tables
-from tenants.errors import Conflict, NotFound
+from tenants.clock import iso
+from tenants.errors import Conflict, NotFound, how_to_restore
 from tenants.key_format import redact
 from tenants.names import check_name, is_name
 from tenants.quotas import Limits, limits_from
 from tenants.tiers import get_tier
 
 DEFAULT_PROJECT = "default"
+GONE = "gone"  # the status in reports of a team that the store does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,33 @@ async def get_team(connection: AsyncConnection, name: str) -> Team:
     return _team(row)
 
 
+async def team_statuses(connection: AsyncConnection) -> dict[int, str]:
+    """Of every team by id: `active` or `archived`, as it is now."""
+    rows = await connection.execute(select(tables.teams.c.id, tables.teams.c.archived_at_us))
+    return {row[0]: "active" if row[1] is None else "archived" for row in rows}
+
+
+async def _name_taken(connection: AsyncConnection, name: str) -> Conflict | None:
+    """Why no other team can have this name, if there is a reason. An archived team keeps its own: it may come back."""
+    query = select(tables.teams.c.archived_at_us).where(tables.teams.c.name == name)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        return None
+    if row[0] is None:
+        return Conflict(f"There is already a team {name!r}.", code="team_exists")
+    return Conflict(
+        f"There is already a team {name!r}, archived since {iso(row[0])}. Restore it: {how_to_restore(name)}; "
+        f"or free its name: terazi team set {name} --name NEW",
+        code="team_archived",
+    )
+
+
 async def create_team(connection: AsyncConnection, name: str, tier: str, *, at_us: int, actor: str) -> Team:
     """A new team with its default project. Raises Invalid for the name, NotFound for the tier, Conflict when taken."""
     check_name("Team", name)
     await get_tier(connection, tier)
-    if await connection.scalar(select(tables.teams.c.id).where(tables.teams.c.name == name)) is not None:
-        raise Conflict(f"There is already a team {name!r}.", code="team_exists")
+    if (taken := await _name_taken(connection, name)) is not None:
+        raise taken
     created = await connection.execute(insert(tables.teams).values(name=name, tier=tier, created_at_us=at_us))
     key = created.inserted_primary_key
     assert key is not None
@@ -107,14 +129,13 @@ async def update_team(
         values["tier"] = tier
     if new_name is not None:
         values["name"] = check_name("Team", new_name)
+        if new_name != team.name and (taken := await _name_taken(connection, new_name)) is not None:
+            raise taken
     if is_archived is not None and is_archived != (team.archived_at_us is not None):
         values["archived_at_us"] = at_us if is_archived else None
     if not values:
         return team
-    try:
-        await connection.execute(update(tables.teams).where(tables.teams.c.id == team.team_id).values(values))
-    except IntegrityError as error:
-        raise Conflict(f"There is already a team {new_name!r}.", code="team_exists") from error
+    await connection.execute(update(tables.teams).where(tables.teams.c.id == team.team_id).values(values))
     await audit.record(connection, at_us=at_us, actor=actor, action="team.update", target=name, detail=values)
     return await get_team(connection, values.get("name", name))
 

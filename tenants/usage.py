@@ -4,12 +4,18 @@ It sums ledger rows by the moment they finished, so each request is in exactly o
 changes. Refused calls are not in the ledger and use up nothing. Rows are grouped by ids: a renamed team is one line.
 Every row is in exactly one line, so lines of any grouping sum to the total and to the ledger itself.
 
+With days, everybody in the report has a line for each day of the period, of zeros where nothing ended: a mean over the
+lines must not be one over the busy days only. Everybody is each combination of the other dimensions that has a row in
+the period, and a team that was asked for by name. More than IDLE_DAYS_MAX days before the first row of the report and
+after the last one there are no such lines.
+
 Device seconds are charged step by step; the ledger books all of a request's when it ends. The service samples book
 them in the second they are charged, so over a period the two differ by what requests across its edges got on the other
 side, and by charges of requests whose end nobody saw ("lost" rows carry their last known progress only).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +27,13 @@ from tenants.clock import from_epoch_us
 from tenants.errors import Invalid
 from tenants.key_format import redact
 from tenants.ledger_queries import NOTHING, SUMS, TIMES, Key, Spread, finished_within, spreads, sums
-from tenants.periods import DAY_US, DEFAULT_TIME_ZONE, Period, offsets
+from tenants.periods import DAY_US, DEFAULT_TIME_ZONE, Period, days_of, offsets
+from tenants.teams import GONE, team_statuses
 
 _ledger = tables.ledger.c
+LINES_MAX = 100_000  # of a report by day
+# How far before the first row and after the last one idle days have lines: nobody means the decades since 1970.
+IDLE_DAYS_MAX = 366
 DIMENSIONS = ("team", "tier", "model", "day", "key")
 # What a row is grouped by: ids where there are any. Days depend on the time zone.
 _GROUPS: dict[str, ColumnElement[Any]] = {
@@ -49,23 +59,30 @@ async def usage_report(
 ) -> dict[str, Any]:
     """Usage in `period`, one line for each combination of `by`, and a total line. `team` leaves the others out.
 
-    Days are those of the period's time zone. Raises Invalid for an unknown dimension; an unknown team has no lines.
+    Days are those of the period's time zone. A line by team has a `team_status`: whether that team is now `active`,
+    `archived` or `gone`. Raises Invalid for an unknown dimension, and when days would make more than LINES_MAX lines;
+    an unknown team has no lines.
     """
     by = check_dimensions(by)
     where = finished_within(period)
+    team_id = None
     if team is not None:
-        team_id = select(tables.teams.c.id).where(tables.teams.c.name == team).scalar_subquery()
+        team_id = await connection.scalar(select(tables.teams.c.id).where(tables.teams.c.name == team))
         where &= _ledger.team_id == team_id
     groups = {name: await _day(connection, period) if name == "day" else _GROUPS[name] for name in by}
-    lines = await sums(connection, groups, where)
+    lines = {key: found for key, found in (await sums(connection, groups, where)).items() if found["requests"]}
+    if "day" in by:
+        lines = _with_idle_days(lines, by, period, team_id)
     total = (await sums(connection, {}, where))[()]
     labels = await _labels(connection, by)
+    statuses = await team_statuses(connection) if "team" in by else {}
     times = await spreads(connection, groups, where, TIMES)
     total_times = await spreads(connection, {}, where, TIMES)
     data = [
-        {name: _label(name, value, labels) for name, value in zip(by, key, strict=True)} | _line(found, times, key)
+        {name: _label(name, value, labels) for name, value in zip(by, key, strict=True)}
+        | _line(found, times, key)
+        | ({"team_status": statuses.get(key[by.index("team")], GONE)} if "team" in by else {})
         for key, found in lines.items()
-        if found["requests"]
     ]
     data.sort(key=lambda line: tuple(str(line[name]) for name in by))
     return {
@@ -75,6 +92,36 @@ async def usage_report(
         "data": data,
         "total": _line(total, total_times, ()),
     }
+
+
+def _with_idle_days(
+    lines: dict[Key, dict[str, int]], by: tuple[str, ...], period: Period, team_id: int | None
+) -> dict[Key, dict[str, int]]:
+    """`lines`, and one of zeros for each day on which somebody in the report has none. Raises Invalid."""
+    place = by.index("day")
+    everybody = {key[:place] + key[place + 1 :] for key in lines}
+    others = by[:place] + by[place + 1 :]
+    if not others:
+        everybody = {()}
+    elif others == ("team",) and team_id is not None:
+        everybody = {(team_id,)}
+    busy = [key[place] for key in lines] or [(period.to_us - 1) // DAY_US]
+    days = _days_around(period, min(busy) - IDLE_DAYS_MAX, max(busy) + IDLE_DAYS_MAX)
+    if len(days) * len(everybody) > LINES_MAX:
+        raise Invalid(
+            f"This report would have {len(days) * len(everybody)} lines, {len(everybody)} for each of {len(days)} "
+            f"days; at most {LINES_MAX} are made. Ask for a shorter period, one team, or fewer dimensions.",
+            param="by",
+        )
+    nothing = dict.fromkeys(SUMS, 0)
+    return {(*key[:place], day, *key[place:]): nothing for key in everybody for day in days} | lines
+
+
+def _days_around(period: Period, first: int, last: int) -> list[int]:
+    """The period's days from `first` to `last`, all three as days since 1970. A zone is never two days from UTC."""
+    from_us = max(period.from_us, (first - 2) * DAY_US)
+    to_us = max(from_us + 1, min(period.to_us, (last + 2) * DAY_US))
+    return [day for day in days_of(replace(period, from_us=from_us, to_us=to_us)) if first <= day <= last]
 
 
 def _line(found: dict[str, int], times: dict[Key, tuple[int, dict[str, Spread]]], key: Key) -> dict[str, Any]:

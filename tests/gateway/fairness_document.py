@@ -75,6 +75,7 @@ def _row(team: str, i: int, count: int) -> dict[str, Any]:
     tier = TIERS[i % 3]
     return {
         "team": team,
+        "team_status": "active",
         "tier": tier,
         "weight": WEIGHTS[tier],
         "device_seconds": 812.25 / (i + 1),

@@ -153,6 +153,7 @@ class Holder:
         tier: Tier = DEFAULT_TIERS[0],
         limits: Limits | None = None,
         is_revoked: bool = False,
+        is_team_archived: bool = False,
         expires_at_us: int | None = None,
     ) -> str:
         """A team (or another key of it) and the key's text."""
@@ -173,7 +174,7 @@ class Holder:
             limits=limits,
         )
         secret_hmac = key_format.hash_secret(PEPPER.secret, key.secret)
-        self.entries[key.public_id] = KeyEntry(identity, secret_hmac, expires_at_us, is_revoked)
+        self.entries[key.public_id] = KeyEntry(identity, secret_hmac, expires_at_us, is_revoked, is_team_archived)
         self.current = Snapshot(PEPPER, self.entries, tuple(self.teams))
         return key_format.render(key)
 

@@ -92,6 +92,16 @@ async def test_a_revoked_and_an_expired_key_say_so() -> None:
         assert expired.status_code == 401 and expired.json()["error"]["code"] == "key_expired"
 
 
+@pytest.mark.case("U08")
+async def test_when_the_team_is_archived_then_the_401_says_so() -> None:
+    async with gateway() as g:
+        g.engine.script = g.engine.saying("ok")  # what it would get if it were let in
+        refused = await g.chat(key=g.holder.add("team-a", is_team_archived=True))
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (401, "team_archived")
+        assert "Team team-a is archived" in error["message"] and "terazi team set team-a --restore" in error["message"]
+
+
 async def test_a_key_in_the_query_string_opens_nothing() -> None:
     async with gateway() as g:
         response = await g.http.post(f"{CHAT}?api_key={g.key}&key={g.key}", json=chat_body())

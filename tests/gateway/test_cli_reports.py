@@ -169,7 +169,7 @@ def test_days_are_those_of_the_zone(data_dir: Path) -> None:
     assert here["time_zone"] == "Europe/Istanbul"
     assert [(row["day"], row["requests"]) for row in here["data"]] == [("2026-05-10", 3), ("2026-05-11", 1)]
     there = json.loads(ok(data_dir, "usage", "report", *wide))
-    assert [(row["day"], row["requests"]) for row in there["data"]] == [("2026-05-10", 4)]
+    assert [(row["day"], row["requests"]) for row in there["data"]] == [("2026-05-10", 4), ("2026-05-11", 0)]
     assert here["from"].startswith("2026-05-10T00:00:00")
     refused = run(data_dir, "usage", "report", "--tz", "Mars/Olympus")
     assert (refused.exit_code, "time zone" in refused.stderr) == (2, True)

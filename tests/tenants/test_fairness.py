@@ -257,7 +257,7 @@ async def test_a_report_is_a_fixed_number_of_statements(store: Store, is_filled:
             before = len(statements)
             await report
             counts.append(len(statements) - before)
-    assert counts == [9, 3 if is_filled else 2, 7]
+    assert counts == [10, 3 if is_filled else 2, 8]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sqlalchemy import insert
 from tenants import reports, tables
 from tenants.clock import epoch_us, from_epoch_us
 from tenants.errors import Invalid
-from tenants.periods import Period, offsets, parse_moment, parse_period, zone_of
+from tenants.periods import Period, days_of, offsets, parse_moment, parse_period, zone_of
 from tests.tenants.histories import DAY_US, values
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry
 
@@ -157,3 +157,27 @@ def test_the_machines_own_zone_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     assert parse_period("2026-03-31", None, NOW_US) == expected
     assert zone_of("UTC").key == "UTC"
+
+
+@pytest.mark.parametrize(
+    ("zone", "begin", "end", "first", "last", "count"),
+    [
+        ("UTC", "2026-05-08", "2026-05-14", "2026-05-08", "2026-05-13", 6),
+        ("UTC", "2026-05-08T23:59:59.999999Z", "2026-05-09T00:00:00.000001Z", "2026-05-08", "2026-05-09", 2),
+        ("UTC", "2026-05-08", "2026-05-08T00:00:00.000001Z", "2026-05-08", "2026-05-08", 1),
+        (BERLIN, "2026-03-28", "2026-03-31", "2026-03-28", "2026-03-30", 3),  # 23 hours on the second
+        (BERLIN, "2026-10-24", "2026-10-27", "2026-10-24", "2026-10-26", 3),  # 25 hours on the second
+        (LORD_HOWE, "2026-04-04", "2026-04-07", "2026-04-04", "2026-04-06", 3),
+        (APIA, "2011-12-29", "2012-01-01", "2011-12-29", "2011-12-31", 2),  # there was no 30th
+        (KOLKATA, "2026-01-01T00:00:00Z", "2026-01-01T18:30:00Z", "2026-01-01", "2026-01-01", 1),
+        (KOLKATA, "2026-01-01T00:00:00Z", "2026-01-01T18:30:00.000001Z", "2026-01-01", "2026-01-02", 2),
+    ],
+)
+@pytest.mark.case("H03")
+def test_when_a_period_is_cut_into_days_then_each_is_there(
+    zone: str, begin: str, end: str, first: str, last: str, count: int
+) -> None:
+    days = days_of(parse_period(begin, end, NOW_US, zone))
+    shown = [from_epoch_us(day * DAY_US).date().isoformat() for day in days]
+    assert (shown[0], shown[-1], len(shown)) == (first, last, count)
+    assert shown == sorted(set(shown))

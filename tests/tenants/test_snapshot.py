@@ -7,7 +7,7 @@ import pytest
 
 from tenants import key_format, keys, teams, tiers
 from tenants.clock import epoch_us, from_epoch_us
-from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable
+from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable, TeamArchived
 from tenants.pepper import Pepper
 from tenants.quotas import Limits
 from tenants.snapshot import Snapshot, SnapshotHolder
@@ -118,16 +118,32 @@ async def test_a_key_is_good_strictly_before_its_end_in_any_time_zone(store: Sto
     snapshot.identify(text, (end - timedelta(microseconds=1)).astimezone(tokyo))
 
 
+@pytest.mark.case("U08")
 async def test_an_archived_team_has_no_terms_and_no_good_keys(store: Store) -> None:
     await store.team("search")
     kept = await store.team("batch", "bronze")
-    _, text = await store.key("search")
+    public_id, text = await store.key("search")
     async with store.database.begin_immediate() as connection:
         await teams.update_team(connection, "search", is_archived=True, at_us=NOW_US, actor="test")
     snapshot = await store.holder.reload()
     assert [terms.team_id for terms in snapshot.team_terms()] == [kept]
-    with pytest.raises(KeyRevoked):
+    with pytest.raises(TeamArchived, match=r"Team search is archived.* terazi team set search --restore") as caught:
         snapshot.identify(text, NOW)
+    assert caught.value.code == "team_archived"
+    async with store.database.begin_immediate() as connection:
+        await keys.revoke_key(connection, public_id, at_us=NOW_US, actor="test")
+    with pytest.raises(KeyRevoked, match="has been revoked"):
+        (await store.holder.reload()).identify(text, NOW)
+
+
+@pytest.mark.case("U08")
+async def test_when_a_team_is_restored_then_its_keys_open_again(store: Store) -> None:
+    await store.team("search")
+    _, text = await store.key("search")
+    for is_archived in (True, False):
+        async with store.database.begin_immediate() as connection:
+            await teams.update_team(connection, "search", is_archived=is_archived, at_us=NOW_US, actor="test")
+    assert (await store.holder.reload()).identify(text, NOW).team == "search"
 
 
 async def test_terms_follow_the_tier(store: Store) -> None:

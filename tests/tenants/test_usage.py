@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
-from tenants import reports, teams
+from tenants import reports, teams, usage
 from tenants.errors import Invalid
 from tenants.periods import Period
 from tenants.rows import LedgerRow
@@ -21,6 +21,9 @@ from tests.tenants.histories import DAY_US, a_history, book, nearest_rank
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry
 
 pytestmark = pytest.mark.anyio
+
+
+WHOLE = Period(NOW_US - 9 * DAY_US, NOW_US + DAY_US)  # of a history
 
 
 def expected_line(rows: list[LedgerRow]) -> dict[str, Any]:
@@ -70,14 +73,24 @@ async def test_usage_equals_a_plain_loop(store: Store, by: tuple[str, ...]) -> N
     async with store.database.session() as connection:
         report = await reports.usage_report(connection, period, by)
     found = {tuple(line.pop(name) for name in by): line for line in report["data"]}
-    assert found == {key: expected_line(group) for key, group in groups.items()}
+    idle: dict[tuple[str, ...], dict[str, Any]] = {}
+    if "day" in by:
+        place = by.index("day")
+        days = [
+            f"{datetime.fromtimestamp(at_us / 1e6, UTC):%Y-%m-%d}"
+            for at_us in range(period.from_us, period.to_us, DAY_US)
+        ]
+        idle = {(*key[:place], day, *key[place + 1 :]): expected_line([]) for key in groups for day in days}
+    if "team" in by:
+        assert {line.pop("team_status") for line in found.values()} == {"active"}
+    assert found == idle | {key: expected_line(group) for key, group in groups.items()}
     assert report["total"] == expected_line(within)
 
 
 async def test_the_total_is_the_sum_of_the_lines(store: Store) -> None:
     rows = await a_history(store, seed=9)
     async with store.database.session() as connection:
-        report = await reports.usage_report(connection, Period(0, NOW_US * 2), ("team", "model", "day", "key"))
+        report = await reports.usage_report(connection, WHOLE, ("team", "model", "day", "key"))
     assert len(report["data"]) > 20
     assert report["total"]["requests"] == len(rows)
     for name in ("requests", "ok", "lost", "prompt_tokens", "output_tokens", "preemptions"):
@@ -192,7 +205,7 @@ async def test_every_grouping_sums_to_the_ledger(store: Store, time_zone: str) -
     gone = histories.ledger_rows(12, 50, keys=[(77, "G" * 12, 99, "batch")])
     await book(store, [replace(row, request_id=f"gone-{row.request_id}") for row in gone])
     expected = {name: sum(value(row) for row in [*rows, *gone]) for name, value in SUMMED.items()}
-    period = Period(0, NOW_US * 2, time_zone)
+    period = replace(WHOLE, time_zone=time_zone)
     async with store.database.session() as connection:
         for size in range(len(reports.DIMENSIONS) + 1):
             for by in combinations(reports.DIMENSIONS, size):
@@ -220,3 +233,52 @@ async def test_an_unknown_or_doubled_dimension_is_refused(store: Store) -> None:
         for by in (("user",), ("team", "team"), ("team; DROP TABLE ledger",)):
             with pytest.raises(Invalid):
                 await reports.usage_report(connection, Period(0, 1), by)
+
+
+async def days_by(store: Store, period: Period, by: tuple[str, ...], team: str | None = None) -> list[dict[str, Any]]:
+    async with store.database.session() as connection:
+        lines: list[dict[str, Any]] = (await reports.usage_report(connection, period, by, team=team))["data"]
+    return lines
+
+
+@pytest.mark.case("H03")
+async def test_when_nothing_ended_then_days_and_an_asked_team_have_zeros(store: Store) -> None:
+    await store.team("search")
+    period = Period(NOW_US - 3 * DAY_US, NOW_US)
+    for by, team in ((("day",), None), (("day",), "search"), (("team", "day"), "search"), (("day", "team"), "search")):
+        lines = await days_by(store, period, by, team)
+        assert [line["requests"] for line in lines] == [0, 0, 0, 0]
+        assert all(line.get("team", "search") == "search" for line in lines)
+    for by, team in ((("team", "day"), None), (("team", "day"), "nobody"), (("key", "day"), "search")):
+        assert await days_by(store, period, by, team) == []
+
+
+@pytest.mark.case("H03")
+async def test_when_an_asked_team_is_idle_then_others_have_no_lines(store: Store) -> None:
+    await a_history(store, seed=2, count=60)
+    period = Period(NOW_US - 6 * DAY_US, NOW_US)
+    lines = await days_by(store, period, ("team", "day"), "chat")
+    assert {line["team"] for line in lines} == {"chat"} and len(lines) == 7
+    everybody = await days_by(store, period, ("team", "day"))
+    assert Counter(line["team"] for line in everybody) == {"chat": 7, "search": 7, "batch": 7}
+    assert len(await days_by(store, period, ("team",))) == 3
+
+
+@pytest.mark.case("H03")
+async def test_when_the_period_is_endless_then_idle_days_are_bounded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a_history(store, seed=2, count=60)
+    endless = Period(0, NOW_US * 100, "Europe/Berlin")
+    lines = await days_by(store, endless, ("team", "day"))
+    busy = sorted({line["day"] for line in lines if line["requests"]})
+    days = sorted({line["day"] for line in lines})
+    one_year = timedelta(days=usage.IDLE_DAYS_MAX)
+    assert date.fromisoformat(busy[0]) - date.fromisoformat(days[0]) == one_year
+    assert date.fromisoformat(days[-1]) - date.fromisoformat(busy[-1]) == one_year
+    assert len(lines) == 3 * len(days)
+    monkeypatch.setattr(usage, "LINES_MAX", len(lines))
+    assert len(await days_by(store, endless, ("team", "day"))) == len(lines)
+    monkeypatch.setattr(usage, "LINES_MAX", len(lines) - 1)
+    with pytest.raises(Invalid, match=f"would have {len(lines)} lines, 3 for each of .* shorter period"):
+        await days_by(store, endless, ("team", "day"))

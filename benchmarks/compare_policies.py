@@ -60,7 +60,7 @@ def main() -> int:
     rounds: list[dict[str, dict[str, Any]]] = []
     names = [*POLICIES, PEER] if arguments.peer_command else list(POLICIES)
     with tempfile.TemporaryDirectory(prefix="terazi-compare-") as root:
-        weights = {tier: int(weight) for tier, weight in (pair.split("=", 1) for pair in arguments.weight)}
+        weights = {tier: int(weight) for tier, weight in (pair.rsplit("=", 1) for pair in arguments.weight)}
         options = RunOptions(
             Path(root),
             arguments.engine,

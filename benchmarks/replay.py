@@ -23,7 +23,7 @@ from gateway.replay import Target, replay, summarise
 def rows_of(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """One table row for each team and one for all."""
     rows = []
-    for team, one in [*summary["teams"].items(), ("all", summary["all"])]:
+    for team, one in [*summary["teams"].items(), ("TOTAL", summary["all"])]:
         row: dict[str, Any] = {"team": team, "requests": one["requests"], "failed": one["failed"]}
         for name in ("ttft", "jct"):
             figures = one[f"{name}_seconds"] or {}

@@ -5,7 +5,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,7 +161,7 @@ def simulate(
 
     tiers: dict[str, str] = {}
     for pair in team_tiers:
-        team, separator, tier = pair.partition("=")
+        team, separator, tier = pair.rpartition("=")  # a tier's name has no "="; a team's may
         if not separator or not team or not tier:
             raise CommandError(f"--tier {pair!r} is not TEAM=TIER", EXIT_USAGE, "usage")
         tiers[team] = tier
@@ -226,4 +226,13 @@ def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
             "longest_pause": figures["longest_pause_seconds"],
         }
 
-    return [*(row(team["team"], team) for team in policy["teams"]), row("all", policy["total"])]
+    teams = [team["team"] for team in policy["teams"]]
+    return [*(row(team["team"], team) for team in policy["teams"]), row(_total_name(teams), policy["total"])]
+
+
+def _total_name(teams: Sequence[str]) -> str:
+    """What the total is called beside these teams: a trace may name a team as it likes, even TOTAL."""
+    name = "TOTAL"
+    while name in teams:
+        name += " of all"
+    return name

@@ -16,6 +16,7 @@ from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trac
 from gateway.policy_run import RunOptions, run_policy
 from gateway.render import EXIT_USAGE, CommandError, print_json, print_table
 from gateway.replay import Outcome
+from tenants.names import is_name
 
 POLICIES = ("fcfs", "eg-mlfq")
 # Less than the bundled trace's requests would fill, so that the demo shows swapping.
@@ -38,6 +39,12 @@ def load_trace(path: Path | None, seconds: float) -> list[TraceRequest]:
     kept = [row for row in rows if row.at_us <= seconds * 1e6]
     if not kept:
         raise TraceError(f"no request comes within {seconds:g} s")
+    for team in dict.fromkeys(row.team for row in kept):
+        if not is_name(team):
+            raise TraceError(
+                f"{path}: a server has no team {team[:80]!r}; rename it with 1 to 63 of a-z, 0-9, '.', '_' and '-', "
+                "beginning with a letter or digit (terazi simulate takes any name)"
+            )
     return kept
 
 

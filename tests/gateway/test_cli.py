@@ -1,5 +1,6 @@
 """Commands without a server: exit codes, one JSON document, what is refused, and the reference page."""
 
+import gzip
 import json
 import re
 import shutil
@@ -199,6 +200,51 @@ def test_simulate_is_the_same_twice_and_compares_policies(tmp_path: Path) -> Non
     assert [(team["team"], team["tier"]) for team in report["policies"][0]["teams"]] == [("a", "gold"), ("b", "silver")]
     assert run(tmp_path, *command).exit_code == 0
     assert run(tmp_path, *command, "--tier", "a").exit_code == 2
+
+
+@pytest.mark.case("H09")
+def test_when_a_team_is_called_all_then_the_total_stays_apart(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    teams = ["all", "a=b", "TOTAL"]
+    rows = [{"t": i, "team": team, "prompt_tokens": 8.0, "output_tokens": 4} for i, team in enumerate(teams)]
+    trace.write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows))
+    command = ["simulate", "--trace", str(trace), "--policy", "fcfs", "--tier", "a=b=gold", "--tier", "all=bronze"]
+    (policy,) = ok(tmp_path, *command)["policies"]
+    tiers = {team["team"]: team["tier"] for team in policy["teams"]}
+    assert tiers == {"a=b": "gold", "all": "bronze", "TOTAL": "silver"}
+    assert policy["total"]["num_requests"] == 3
+    lines = [line.split() for line in run(tmp_path, *command).stdout.splitlines() if line.strip().startswith("fcfs")]
+    assert [cells[1] for cells in lines] == ["TOTAL", "a=b", "all", "TOTAL"]
+    assert lines[-1][:5] == ["fcfs", "TOTAL", "of", "all", "3"]
+
+
+@pytest.mark.case("H09")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(b"x"), "line 1: the file is gzip, not text: unpack it first"),
+        (b"t,team,prompt_tokens,output_tokens\n1,a,2,3\n", "line 1: .*CSV.*four names t, team, prompt_tokens"),
+        (b'{"t": 1.7e9, "team": "a", "prompt_tokens": 2, "output_tokens": 3}\n', "line 1: .*subtract the first time"),
+    ],
+    ids=["gzip", "csv", "epoch"],
+)
+@pytest.mark.parametrize("command", [["simulate"], ["demo", "--engine", "sim", "--model", "tiny-random"]])
+def test_when_a_trace_is_no_trace_then_one_line_and_2(
+    tmp_path: Path, command: list[str], content: bytes, words: str
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_bytes(content)
+    done = run(tmp_path / "data", *command, "--trace", str(trace))
+    assert done.exit_code == 2
+    assert re.search(rf"{re.escape(str(trace))}, {words}", done.stderr) and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.case("H09")
+def test_when_a_demo_cannot_have_a_team_then_it_says_so_first(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"t": 0, "team": "a=b", "prompt_tokens": 2, "output_tokens": 3}\n')
+    done = run(tmp_path / "data", "demo", "--engine", "sim", "--model", "tiny-random", "--trace", str(trace))
+    assert done.exit_code == 2 and f"{trace}: a server has no team 'a=b'; rename it" in done.stderr
 
 
 def test_simulate_takes_the_mode_of_memory_and_coast_and_says_what_was_cut(

@@ -96,7 +96,7 @@ def test_when_rendered_then_ids_are_those_of_transformers(tmp_path: Path, templa
     assert ours.encode_chat(CHAT, room=ROOM) == expected
 
 
-def test_when_tokens_stand_in_an_older_file_then_templates_see_them(tmp_path: Path) -> None:
+def test_when_tokens_have_an_older_file_then_templates_see_them(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "chat_template": "{{ bos_token }}|"}')
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
     template = load_chat_template(tmp_path)

@@ -86,7 +86,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["create", "create_gold", "rename", "key"],
 )
-def test_when_a_name_is_archived_then_the_error_says_how_to_restore(data_dir: Path, arguments: list[str]) -> None:
+def test_when_a_name_is_archived_then_the_error_names_the_cure(data_dir: Path, arguments: list[str]) -> None:
     done = run(data_dir, *arguments, "--json")
     assert done.exit_code == 4
     error = json.loads(done.stdout)["error"]

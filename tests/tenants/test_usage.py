@@ -242,7 +242,7 @@ async def days_by(store: Store, period: Period, by: tuple[str, ...], team: str |
 
 
 @pytest.mark.case("H03")
-async def test_when_nothing_ended_then_days_and_an_asked_team_have_zeros(store: Store) -> None:
+async def test_when_nothing_ended_then_days_and_asked_teams_have_zeros(store: Store) -> None:
     await store.team("search")
     period = Period(NOW_US - 3 * DAY_US, NOW_US)
     for by, team in ((("day",), None), (("day",), "search"), (("team", "day"), "search"), (("day", "team"), "search")):

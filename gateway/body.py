@@ -1,18 +1,32 @@
 """A request's body: read under a byte limit and a time limit, and unpacked when it is gzip. The limit is on both sides.
 
-Nothing is held beyond the limit: a body that inflates is stopped at the first byte too many.
+Nothing is held beyond the limit: a body that inflates is stopped at the first byte too many. It is unpacked in slices,
+between which the event loop goes on.
 """
 
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from starlette.types import Receive
 
 from gateway.errors import BadRequest, BodyTimeout, ClientGone, RequestTooLarge, UnsupportedMediaType
 
 _GZIP_WINDOW = 31  # zlib's code for a gzip wrapper with the largest window
+_SLICE_BYTES = 128 * 1024  # unpacked at a time
+
+
+class BodyRoom(Protocol):
+    """Where a body asks for room before it is read: `gateway.preparation.BodyHold`."""
+
+    @property
+    def small_bytes(self) -> int:
+        """The most that a body of unknown length may have before it must ask again."""
+
+    async def take(self, num_bytes: int | None) -> None:
+        """Wait for room for so many bytes; None is a body of unknown length, taken for small."""
 
 
 def check_media_type(headers: Mapping[str, str]) -> bool:
@@ -38,11 +52,18 @@ def check_media_type(headers: Mapping[str, str]) -> bool:
     )
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], *, max_bytes: int, timeout_seconds: float) -> bytes:
-    """The decoded body.
+async def read_body(
+    receive: Receive,
+    headers: Mapping[str, str],
+    *,
+    max_bytes: int,
+    timeout_seconds: float,
+    room: BodyRoom | None = None,
+) -> bytes:
+    """The decoded body. Reading begins, and goes on, only while the body has `room`; that wait is no part of the time.
 
     Raises RequestTooLarge above `max_bytes` (as announced, as sent or as decoded), BodyTimeout, BadRequest for damaged
-    gzip, ClientGone when the client leaves before its end.
+    gzip, ClientGone when the client leaves before its end, and what `room` raises.
     """
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -51,20 +72,32 @@ async def read_body(receive: Receive, headers: Mapping[str, str], *, max_bytes: 
     unpack = _Gunzip(max_bytes) if is_gzip else None
     parts: list[bytes] = []
     size = num_sent = 0
+    is_length_known = announced.isdecimal() and not is_gzip
+    if room is not None:
+        await room.take(int(announced) if is_length_known else None)
+    may_grow = room is not None and not is_length_known
     try:
-        async with asyncio.timeout(timeout_seconds):
+        async with asyncio.timeout(timeout_seconds) as timer:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                part: bytes = message.get("body", b"")
-                num_sent += len(part)
-                if unpack is not None:
-                    part = unpack.feed(part)
-                size += len(part)
+                sent: bytes = message.get("body", b"")
+                num_sent += len(sent)
+                for part in (sent,) if unpack is None else unpack.feed(sent):
+                    size += len(part)
+                    if max(size, num_sent) > max_bytes:
+                        raise _too_large(max_bytes)
+                    if room is not None and may_grow and size > room.small_bytes:
+                        may_grow = False
+                        timer.reschedule(None)
+                        await room.take(max_bytes)
+                        timer.reschedule(asyncio.get_running_loop().time() + timeout_seconds)
+                    parts.append(part)
+                    if unpack is not None:
+                        await asyncio.sleep(0)
                 if max(size, num_sent) > max_bytes:
                     raise _too_large(max_bytes)
-                parts.append(part)
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
@@ -101,20 +134,23 @@ class _Gunzip:
         self._inflater = zlib.decompressobj(_GZIP_WINDOW)
         self._has_data = False
 
-    def feed(self, data: bytes) -> bytes:
-        parts: list[bytes] = []
-        while data and self._room > 0:
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """What `data` unpacks to, in slices. Raises BadRequest for what is no gzip."""
+        has_more = False  # zlib may hold output back although it has taken all input
+        while (data or has_more) and self._room > 0:
             self._has_data = True
             if self._inflater.eof:
                 self._inflater = zlib.decompressobj(_GZIP_WINDOW)
+            limit = min(self._room, _SLICE_BYTES)
             try:
-                part = self._inflater.decompress(data, self._room)
+                part = self._inflater.decompress(data, limit)
             except zlib.error:
                 raise _damaged() from None
             self._room -= len(part)
-            parts.append(part)
-            data = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
-        return b"".join(parts)
+            is_end = self._inflater.eof
+            has_more = len(part) == limit and not is_end
+            data = self._inflater.unused_data if is_end else self._inflater.unconsumed_tail
+            yield part
 
     def check_end(self) -> None:
         """Raises BadRequest when the stream stops in the middle."""

@@ -1,7 +1,8 @@
 """One completion request's way, top to bottom; the order of checks is the design's.
 
     head    identify the key (401/403), reserve one request and one slot (429)
-    body    read under a limit (413), decode (400), find the model (404), template and encode; the impossible ends (400)
+    body    wait for room (429, 503), read under a limit (413), decode (400), find the model (404), template and encode;
+            the impossible ends (400)
     admit   reserve prompt + clamped max tokens (429), open the ledger entry (503)
     run     submit to the engine; from here it queues there and nowhere else
     answer  tokens -> text -> stop strings -> chunks, while watching for the client's departure
@@ -31,10 +32,12 @@ from gateway.errors import (
     EngineDied,
     EngineFailed,
     GatewayError,
+    Retryable,
     Unavailable,
 )
 from gateway.openai import KEEP_ALIVE, AnswerWriter, Endpoint, Usage, event
-from gateway.prepare import Prepared, prepare
+from gateway.preparation import BodyHold
+from gateway.prepare import Prepared
 from gateway.reply import JSON_HEADERS, STREAM_HEADERS, Reply
 from gateway.state import GatewayState, Timer
 from gateway.tokenizer import ModelTokenizer
@@ -91,10 +94,12 @@ class _Call:
         self._claim: Claim | None = None
         self._entry: OpenEntry | None = None
         self._stream: RequestStream | None = None
+        self._has_called = False  # so far as to count as a request of its team's minute, whatever becomes of it
         self._timer: Timer | None = None
         self._is_heartbeat_due = False
         self._sent_at = state.clock.monotonic()
         self._has_body = False  # all of it was read
+        self._is_json = False  # the content type says so
         self._is_stream = False
         self._has_sent_first = False  # chunk of text
         self._num_tokens = 0  # taken from the stream
@@ -110,9 +115,14 @@ class _Call:
             ending = Ending("ok", finish_reason)
         except ClientGone:
             ending = CLIENT_CLOSED
+            self._has_called = True
         except GatewayError as refusal:
-            error = refusal
+            # Its traceback holds this frame and those with the body in a circle: megabytes until a full collection.
+            error = refusal.with_traceback(None)
+            error.__context__ = None
             ending = ending_of(refusal)
+            # What the caller did wrong has cost work; what we had no room for is no call.
+            self._has_called = refusal.status < 500 and not isinstance(refusal, Retryable)
         except asyncio.CancelledError:
             ending = SHUTDOWN
             raise
@@ -132,22 +142,17 @@ class _Call:
         self._identity = identify(state, self._raw_headers)
         self._claim = Claim(state, self._identity)
         self._note_overhead("identify", began)
-        is_json = check_media_type(self._headers)
-        body = await read_body(
-            self._receive,
-            self._headers,
-            max_bytes=state.settings.max_body_bytes,
-            timeout_seconds=state.settings.body_timeout,
-        )
-        self._has_body = True
-        began = state.clock.monotonic()
-        self._departure.start()
-        hello, tokenizer = self._model()
-        if len(body) > state.settings.thread_above_bytes:
-            prepared = await asyncio.to_thread(self._prepare, body, is_json=is_json, hello=hello, tokenizer=tokenizer)
-        else:
-            prepared = self._prepare(body, is_json=is_json, hello=hello, tokenizer=tokenizer)
-        self._departure.check()
+        hold = state.preparation.hold(self._identity.team_id)
+        try:
+            body = await self._read(hold)
+            began = state.clock.monotonic()
+            self._departure.start()
+            hello, tokenizer = self._model()
+            prepared = await self._prepare(body, hello, tokenizer)
+            del body  # or it would stay for as long as the answer takes
+        finally:
+            hold.give_back()
+        self._departure.check()  # who has left while its body was prepared gets nothing submitted, opened or booked
         self._is_stream = prepared.request.stream
         self._entry = self._open_entry(prepared, hello)
         self._claim.admit(self._entry)
@@ -166,12 +171,31 @@ class _Call:
             raise EngineDied("The engine is being restarted.", retry_after_seconds=2)
         return hello, tokenizer
 
-    def _prepare(self, body: bytes, *, is_json: bool, hello: Hello, tokenizer: ModelTokenizer) -> Prepared:
-        """May run in a thread, and after a wait for one: a client that has left meanwhile costs nothing more."""
-        self._departure.check()
-        default = self._state.settings.default_max_tokens
-        return prepare(
-            self._endpoint, body, is_json=is_json, hello=hello, tokenizer=tokenizer, default_max_tokens=default
+    async def _read(self, hold: BodyHold) -> bytes:
+        settings = self._state.settings
+        self._is_json = check_media_type(self._headers)
+        body = await read_body(
+            self._receive,
+            self._headers,
+            max_bytes=settings.max_body_bytes,
+            timeout_seconds=settings.body_timeout,
+            room=hold,
+        )
+        self._has_body = True
+        return body
+
+    async def _prepare(self, body: bytes, hello: Hello, tokenizer: ModelTokenizer) -> Prepared:
+        """May wait for its turn: a client that has left meanwhile costs nothing more."""
+        assert self._claim is not None
+        return await self._state.preparation.prepare(
+            self._claim.identity.team_id,
+            self._endpoint,
+            body,
+            is_json=self._is_json,
+            hello=hello,
+            tokenizer=tokenizer,
+            default_max_tokens=self._state.settings.default_max_tokens,
+            check=self._departure.check,
         )
 
     def _open_entry(self, prepared: Prepared, hello: Hello) -> OpenEntry:
@@ -365,8 +389,11 @@ class _Call:
 
     def _settle(self, claim: Claim, ending: Ending) -> None:
         stream, entry = self._stream, self._entry
-        used = None if stream is None or entry is None else tokens_used(entry, stream, ending)
-        if used is None:
+        if stream is None or entry is None:
+            used = 0 if self._has_called else None
+        else:
+            used = tokens_used(entry, stream, ending)
+        if used is None or not claim.is_outstanding:
             claim.release()
         else:
             claim.settle(used)

@@ -15,8 +15,9 @@
     ├── Retryable                   (with an integer Retry-After >= 1; a limit of 0 has none)
     │   ├── RateLimited             429     rate_limit_error        requests, tokens, concurrent_limit
     │   ├── QuotaSpent              429     insufficient_quota      (the limit's name); x-should-retry: false
-    │   ├── Overloaded              429     overloaded_error        queue_full, queue_timeout
-    │   └── Unavailable             503     service_unavailable     starting, draining, store_unavailable, no_capacity
+    │   ├── Overloaded              429     overloaded_error        queue_full, queue_timeout, preparation_full
+    │   └── Unavailable             503     service_unavailable     starting, draining, store_unavailable, no_capacity,
+    │       │                                                       preparation_full, preparation_failed
     │       └── EngineDied          503     service_unavailable     engine_unavailable
     └── EngineFailed                500     server_error            engine_error
     ClientGone                      (no answer: nobody is there to read it)

@@ -41,11 +41,21 @@ def raise_file_limit() -> int:
     return FILES_MAX if soft == resource.RLIM_INFINITY else min(soft, FILES_MAX)
 
 
-def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[HttpProtocol]:
+class ConnectionCount:
+    """How often a connection of one server was made or lost."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+
+
+def limited_protocol(
+    max_connections: int, head_seconds: float = HEAD_SECONDS, count: ConnectionCount | None = None
+) -> type[HttpProtocol]:
     """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin.
 
     A connection that has not sent a whole head within `head_seconds` is closed.
     """
+    counted = count or ConnectionCount()
 
     class LimitedProtocol(HttpProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +63,7 @@ def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -
             self.head_seconds = head_seconds
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            counted.changes += 1
             if len(self.connections) >= max_connections:
                 self.transport = transport
                 transport.write(_FULL)
@@ -60,11 +71,24 @@ def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -
                 return
             super().connection_made(transport)
 
+        def connection_lost(self, exc: Exception | None) -> None:
+            counted.changes += 1
+            super().connection_lost(exc)
+
     return LimitedProtocol
 
 
 class HttpServer(uvicorn.Server):
     """A uvicorn server that leaves signals to `gateway.serve`."""
+
+    def __init__(self, config: uvicorn.Config, count: ConnectionCount) -> None:
+        super().__init__(config)
+        self._count = count
+
+    @property
+    def num_changes(self) -> int:
+        """Connections made, connections lost and requests answered so far: a number that moves when anything does."""
+        return self._count.changes + self.server_state.total_requests
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -80,9 +104,10 @@ def make_server(
     head_seconds: float = HEAD_SECONDS,
 ) -> HttpServer:
     """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
+    count = ConnectionCount()
     config = uvicorn.Config(
         app,
-        http=limited_protocol(max_connections, head_seconds),
+        http=limited_protocol(max_connections, head_seconds, count),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -93,7 +118,7 @@ def make_server(
         # Streams get an error event at drain_timeout; what is left after this has not even read that.
         timeout_graceful_shutdown=int(drain_timeout) + 5,
     )
-    return HttpServer(config)
+    return HttpServer(config, count)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

@@ -109,6 +109,13 @@ class GatewayMetrics(Collector):
         for tier in sorted({team.tier.name for team in meters.live().values()} | meters.inflight.keys()):
             inflight.add_metric([tier], meters.inflight[tier])
         yield inflight
+        preparation = self._state.preparation
+        text = "Bytes of request bodies that are being read or prepared, as reserved."
+        yield _gauge("terazi_body_bytes", text, preparation.held_bytes)
+        text = "Requests whose body waits for room to be read."
+        yield _gauge("terazi_bodies_waiting", text, preparation.num_waiting)
+        text = "Processes started to prepare large bodies. One starts when it is needed and ends when it is idle."
+        yield CounterMetricFamily("terazi_prepare_starts", text, value=preparation.process.num_starts)
         text = "Seconds from admission to the first step, or to the end of a request that never ran."
         yield meters.queue.family("terazi_queue_seconds", text, ["tier"])
         text = "Seconds from receiving a request to its first token."

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.sampling import ANY_SEED, SEED_MAX, SEED_MIN
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ContextLengthExceeded
 
 MAX_STOP_STRINGS = 4  # OpenAI's documented number
 MAX_STOP_CHARS = 1024
@@ -127,11 +127,16 @@ class CompletionRequest:
         return self.endpoint == "/v1/chat/completions"
 
 
-def decode_request(endpoint: Endpoint, body: bytes) -> CompletionRequest:
-    """The checked request. Raises BadRequest with the parameter's name for everything that cannot be served."""
+def decode_request(endpoint: Endpoint, body: bytes, *, max_chat_pieces: int | None = None) -> CompletionRequest:
+    """The checked request. Raises BadRequest with the parameter's name for everything that cannot be served.
+
+    `max_chat_pieces` is the most messages, and the most text parts over all messages, that a chat may have.
+    """
     try:
         if endpoint == "/v1/chat/completions":
-            return _chat_request(_CHAT_DECODER.decode(body))
+            chat = _CHAT_DECODER.decode(body)
+            _check_pieces(chat.messages, max_chat_pieces)
+            return _chat_request(chat)
         return _text_request(_TEXT_DECODER.decode(body))
     except msgspec.ValidationError as error:
         raise _wrong_type(error) from None
@@ -139,6 +144,18 @@ def decode_request(endpoint: Endpoint, body: bytes) -> CompletionRequest:
         raise BadRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise BadRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _check_pieces(messages: list[ChatMessage], most: int | None) -> None:
+    """Raises ContextLengthExceeded before anything is made of more messages or parts than a prompt has tokens."""
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    for count, what in ((len(messages), "messages"), (num_parts, "content parts")):
+        if most is not None and count > most:
+            raise ContextLengthExceeded(
+                f"The chat has {count} {what}; at most {most} are read, as many as a prompt may have tokens.",
+                param="messages",
+                details={"limit": most, "requested": count},
+            )
 
 
 def _wrong_type(error: msgspec.ValidationError) -> BadRequest:

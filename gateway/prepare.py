@@ -1,10 +1,10 @@
 """From a body to token ids that the engine can take: decode, find the model, encode, rule out the impossible, clamp.
 
-No I/O and no shared state but the tokenizer, so that a large body can be prepared in a thread.
+No I/O and no shared state but the tokenizer, so that a body can be prepared in a thread or in another process.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.messages import Hello
 from engine.sampling import foreign_id
@@ -15,7 +15,10 @@ from gateway.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can run. `max_tokens` is what it may generate, and what is reserved for it."""
+    """A request that can run. `max_tokens` is what it may generate, and what is reserved for it.
+
+    The prompt is in `token_ids` alone: what it was made from is taken out of `request`, and gone from memory.
+    """
 
     request: CompletionRequest
     token_ids: tuple[int, ...]
@@ -50,7 +53,7 @@ def prepare(
     UnsupportedMediaType for what is not JSON and did not claim to be.
     """
     try:
-        request = decode_request(endpoint, body)
+        request = decode_request(endpoint, body, max_chat_pieces=room_of(hello))
     except BadRequest as error:
         if is_json or error.code != "invalid_json" or body.lstrip()[:1] == b"{":
             raise
@@ -66,10 +69,16 @@ def prepare(
         )
     vocab_size = hello.model.vocab_size
     _check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
-    _check_ids("prompt", request.prompt_token_ids or (), vocab_size)
     room = room_of(hello)
     param = "messages" if request.is_chat else "prompt"
-    token_ids = _encode(request, tokenizer, room)
+    try:
+        token_ids = _encode(request, tokenizer, room)
+    except ContextLengthExceeded as error:
+        raise ContextLengthExceeded(
+            f"{error.message} With one token of output at most {room} tokens fit {_what_is_full(hello)}.",
+            param=param,
+            details={"limit": room},
+        ) from None
     if not token_ids:
         raise BadRequest("The prompt has no tokens.", param=param, code="empty_prompt")
     if len(token_ids) >= room:
@@ -79,8 +88,11 @@ def prepare(
             param=param,
             details={"limit": room, "requested": len(token_ids) + 1},
         )
+    if request.prompt_token_ids is not None:  # not before its length, or a long list would be looked at one by one
+        _check_ids("prompt", token_ids, vocab_size)
     asked = default_max_tokens if request.max_tokens is None else request.max_tokens
-    return Prepared(request, tuple(token_ids), min(asked, room - len(token_ids)))
+    bare = replace(request, messages=None, prompt_text=None, prompt_token_ids=None)
+    return Prepared(bare, tuple(token_ids), min(asked, room - len(token_ids)))
 
 
 def _encode(request: CompletionRequest, tokenizer: ModelTokenizer, room: int) -> Sequence[int]:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine.messages import ServiceSamples
-from gateway import booking, lock, logs
+from gateway import booking, lock, logs, process_memory
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
@@ -49,6 +49,7 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
     """Serve until SIGTERM or SIGINT. Raises CommandError, DataDirLocked or DataDirUnusable: one line, no traceback."""
     import uvloop
 
+    process_memory.limit_arenas()
     with lock.DataDirLock(settings.data_dir):
         logs.set_up(settings.log_format, settings.log_level)
         try:
@@ -135,8 +136,17 @@ class _Server:
                     early_headers_after=settings.early_headers_after,
                     idle_connection_timeout=settings.keep_alive_timeout,
                     default_max_tokens=settings.default_max_tokens,
+                    process_above_bytes=settings.process_above_bytes,
+                    prepare_team_bytes=settings.prepare_team_bytes,
+                    prepare_total_bytes=settings.prepare_total_bytes,
+                    prepare_waiting_requests=settings.prepare_waiting_requests,
+                    prepare_wait_seconds=settings.prepare_wait_seconds,
+                    prepare_run_seconds=settings.prepare_run_seconds,
+                    prepare_idle_seconds=settings.prepare_idle_seconds,
+                    prepare_memory_bytes=settings.prepare_memory_bytes,
                 ),
             )
+            stack.push_async_callback(self._state.preparation.stop)
             self._announcement = _Announcement(
                 url_of(public_sockets, settings.host),
                 url_of(admin_sockets, settings.admin_host),
@@ -156,7 +166,9 @@ class _Server:
                 )
             )
             self._files = raise_file_limit()
-            public = self._server(public_app(self._state), max(1, self._files - RESERVED_FILES))
+            public = self._server(
+                public_app(self._state), max(1, min(settings.max_connections, self._files - RESERVED_FILES))
+            )
             admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX, head_seconds=ADMIN_HEAD_SECONDS)
             await self._serve(public, public_sockets, admin, admin_sockets)
 
@@ -184,6 +196,7 @@ class _Server:
         admin_task = asyncio.create_task(admin.serve(admin_sockets), name="admin")
         engine_task = asyncio.create_task(self._supervisor.run(), name="engine")
         stop_task = asyncio.create_task(self._stop.wait(), name="stop")
+        trim_task = asyncio.create_task(self._keep_trimmed(public), name="trim")
         info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
         lock.write_server_info(self._settings.data_dir, info)
         if not self._as_json:
@@ -194,13 +207,21 @@ class _Server:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(public, public_task)
         finally:
-            for task in (engine_task, stop_task):
+            for task in (engine_task, stop_task, trim_task):
                 task.cancel()
             public.should_exit = admin.should_exit = True
-            endings = await asyncio.gather(public_task, admin_task, engine_task, stop_task, return_exceptions=True)
+            tasks = (public_task, admin_task, engine_task, stop_task, trim_task)
+            endings = await asyncio.gather(*tasks, return_exceptions=True)
         for ending in endings:
             if isinstance(ending, Exception):
                 raise ending
+
+    async def _keep_trimmed(self, public: HttpServer) -> None:
+        """Floods end, and their memory goes back; `public` knows its connections."""
+        await process_memory.keep_trimmed(
+            lambda: public.num_changes,
+            lambda: self._client.num_streams > 0,
+        )
 
     async def _drain(self, public: HttpServer, public_task: "asyncio.Task[None]") -> None:
         """Running requests may end by themselves for a while; the rest are ended. Then every row is booked."""

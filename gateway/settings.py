@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gateway.body_bounds import body_bounds
 from gateway.config_file import ConfigValue, SettingsError, nearest, read_config_file
 from gateway.settings_table import SETTINGS as SETTINGS
 from gateway.settings_table import Setting as Setting
@@ -34,6 +35,15 @@ class Settings:
     admin_host: str
     admin_port: int
     max_body_bytes: int
+    process_above_bytes: int
+    prepare_team_bytes: int
+    prepare_total_bytes: int
+    prepare_waiting_requests: int
+    prepare_wait_seconds: float
+    prepare_run_seconds: float
+    prepare_idle_seconds: float
+    prepare_memory_bytes: int
+    max_connections: int
     drain_timeout: float
     early_headers_after: float
     keep_alive_timeout: float
@@ -232,6 +242,17 @@ def _check_together(settings: Settings) -> None:
     """Rules over several settings."""
     if settings.port and settings.port == settings.admin_port:
         raise SettingsError(f"port and admin_port are both {settings.port}; give the admin listener a port of its own")
+    try:
+        body_bounds(
+            max_body_bytes=settings.max_body_bytes,
+            small_bytes=settings.process_above_bytes,
+            team_bytes=settings.prepare_team_bytes,
+            total_bytes=settings.prepare_total_bytes,
+        )
+    except ValueError as error:
+        raise SettingsError(
+            f"max_body_bytes, process_above_bytes, prepare_team_bytes and prepare_total_bytes: {error}"
+        ) from None
 
 
 def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:

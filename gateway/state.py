@@ -10,6 +10,7 @@ from typing import Protocol
 from gateway.engine_client import EngineClient
 from gateway.errors import Unavailable
 from gateway.meters import Meters, SnapshotSource
+from gateway.preparation import Preparation
 from gateway.tokenizer import ModelTokenizer
 from tenants.leases import Leases
 from tenants.rows import LedgerRow, OpenEntry, Progress
@@ -29,6 +30,14 @@ class HttpSettings:
     idle_connection_timeout: float = 75.0  # above the clients' pools, below the load balancer's
     default_max_tokens: int = 1024  # when the caller gives none
     thread_above_bytes: int = 4096  # larger bodies are decoded and tokenised in a thread
+    process_above_bytes: int = 64 * 1024  # and still larger ones in a process of their own
+    prepare_team_bytes: int = 0  # of one team's bodies that are read or prepared; 0: three of the largest
+    prepare_total_bytes: int = 0  # and of all teams'; 0: four times as many
+    prepare_waiting_requests: int = 64  # of one team, unread
+    prepare_wait_seconds: float = 30.0  # for room, or for a turn
+    prepare_run_seconds: float = 20.0  # of one body in the process
+    prepare_idle_seconds: float = 30.0  # then the process ends
+    prepare_memory_bytes: int = 384 * 1024 * 1024  # of the process
     settle_wait: float = 0.5  # after an abort, for the engine's count before the reservation is settled
     close_wait: float = 10.0  # and for its charge before the ledger row is closed
     engine_silence: float = 30.0  # open requests and no word for so long: not ready
@@ -103,10 +112,24 @@ class GatewayState:
     is_draining: bool = False
     refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
     meters: Meters = field(init=False)  # of admitted requests
+    preparation: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.snapshot_holder)
         self.engine.on_token_gap = self.meters.gaps.observe
+        settings = self.settings
+        self.preparation = Preparation(
+            max_body_bytes=settings.max_body_bytes,
+            inline_bytes=settings.thread_above_bytes,
+            small_bytes=settings.process_above_bytes,
+            team_bytes=settings.prepare_team_bytes,
+            total_bytes=settings.prepare_total_bytes,
+            waiting_requests=settings.prepare_waiting_requests,
+            wait_seconds=settings.prepare_wait_seconds,
+            run_seconds=settings.prepare_run_seconds,
+            idle_seconds=settings.prepare_idle_seconds,
+            memory_bytes=settings.prepare_memory_bytes,
+        )
 
     def end_streams(self) -> None:
         """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""

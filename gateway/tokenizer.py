@@ -27,6 +27,13 @@ _TRAINING_ONLY: dict[str, Any] = {"truncation": None, "padding": None}
 # same gets the spelling it stands for, as ordinary text.
 _MARK = re.compile("\ufdd0([0-9]{1,6})\ufdd1")
 
+# A text is encoded whole, for exactness, unless a beginning of it already has too many tokens. The first beginning has
+# so many characters for each token of room (English has about 4.5), and each further one is so many times longer.
+_PREFIX_CHARS, _PREFIX_GROWTH = 4, 4
+_PREFIX_LEAST_CHARS = 4096
+# Where a beginning is cut, the last words may not be those of the whole text.
+_CUT_WORDS, _CUT_CHARS = 4, 64
+
 
 def _document(tokenizer_json: str) -> dict[str, Any]:
     """tokenizer.json without what is for training only: truncation, padding and dropout. Raises ValueError."""
@@ -100,6 +107,8 @@ class ModelTokenizer:
         longest = max((len(data) for data in self.table), default=0)
         longest = max([longest, *(len(content.encode()) for content in self._special_ids)])
         self._max_token_bytes = None if document.get("normalizer") else longest
+        added = [len(token["content"]) for token in document.get("added_tokens") or []]
+        self._cut_chars = max([_CUT_CHARS, *(2 * length for length in added)])
 
     @classmethod
     def load(cls, info: ModelInfo) -> "ModelTokenizer":
@@ -120,8 +129,8 @@ class ModelTokenizer:
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, room: int) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        Raises BadRequest when the model has no template or the template refuses, ContextLengthExceeded when the text
-        alone is certainly longer than `room` tokens.
+        Encoding stops when there are more than `room` tokens. Raises BadRequest when the model has no template or the
+        template refuses, ContextLengthExceeded when there are certainly more than `room` tokens.
         """
         if self._template is None:
             raise BadRequest(
@@ -135,9 +144,13 @@ class ModelTokenizer:
         self._check_length(text, room, "messages")
         ids: list[int] = []
         for piece, special_id in self._split(text):
+            if len(ids) > room:
+                raise _too_many(room, "messages")
             if piece:
                 plain = self._plain_inside if ids else self._plain
-                ids += plain.encode(_MARK.sub(self._spelling, piece), add_special_tokens=False).ids
+                spelled = _MARK.sub(self._spelling, piece)
+                self._check_prefixes(plain, spelled, room, room - len(ids), "messages")
+                ids += plain.encode(spelled, add_special_tokens=False).ids
             if special_id is not None:
                 ids.append(special_id)
         return ids
@@ -145,6 +158,7 @@ class ModelTokenizer:
     def encode_text(self, text: str, *, room: int) -> list[int]:
         """Token ids of a raw prompt, with the tokenizer's own BOS, but never two. Raises ContextLengthExceeded."""
         self._check_length(text, room, "prompt")
+        self._check_prefixes(self._full, text, room, room, "prompt")
         ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
         if len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._special_ids.values():
             bare = self._full.encode(text, add_special_tokens=False).ids
@@ -157,6 +171,30 @@ class ModelTokenizer:
             raise ContextLengthExceeded(
                 f"The prompt has {len(text)} characters, which is more than {room} tokens can hold.", param=param
             )
+
+    def _check_prefixes(self, tokenizer: tokenizers.Tokenizer, text: str, room: int, rest: int, param: str) -> None:
+        """Raises ContextLengthExceeded when a beginning of `text` shows that it has more than `rest` tokens."""
+        num_chars = max(_PREFIX_CHARS * rest, _PREFIX_LEAST_CHARS)
+        while num_chars < len(text):
+            if self._certain_tokens(tokenizer, text[:num_chars]) > rest:
+                raise _too_many(room, param)
+            num_chars *= _PREFIX_GROWTH
+
+    def _certain_tokens(self, tokenizer: tokenizers.Tokenizer, prefix: str) -> int:
+        """How many tokens every text that begins with `prefix` has at least.
+
+        Tokens never reach over the border of two words (what the tokenizer's own first cut makes), and words are found
+        from left to right, so those well before the end of `prefix` are the words of the whole text too. A tokenizer
+        that does not cut texts into words has one word, and shows nothing.
+        """
+        encoding = tokenizer.encode(prefix, add_special_tokens=False)
+        words, offsets = encoding.word_ids, encoding.offsets
+        last_word = next((word for word in reversed(words) if word is not None), 0)
+        last_char = len(prefix) - self._cut_chars
+        count = len(words)
+        while count and ((words[count - 1] or 0) > last_word - _CUT_WORDS or offsets[count - 1][1] > last_char):
+            count -= 1
+        return count
 
     def _defuse(self, value: Any) -> Any:
         """`value` with every special token's spelling replaced by its mark, in strings at any depth."""
@@ -191,3 +229,7 @@ class ModelTokenizer:
         rest = text[begin:]
         pieces.append((rest.lstrip() if strip_next else rest, None))
         return pieces
+
+
+def _too_many(room: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(f"The prompt has more than {room} tokens.", param=param)

@@ -78,6 +78,7 @@ def test_nobody_imports_the_gateway_and_the_engine_knows_no_asyncio() -> None:
         ("gateway.cli", ("torch", "numpy", "sqlalchemy", "httpx", "uvicorn", "starlette")),
         ("gateway.serve", ("torch", "numpy", "gguf", "transformers")),
         ("gateway.demo", ("torch", "numpy")),
+        ("gateway.prepare_worker", ("torch", "numpy", "sqlalchemy", "starlette", "uvicorn", "gateway.state")),
         ("engine.service", ("torch", "asyncio", "sqlalchemy", "starlette")),
         ("engine.model_store", ("torch",)),
         ("policies.service", ("torch", "asyncio", "sqlalchemy", "msgspec")),

@@ -259,6 +259,7 @@ async def gateway(
         stack.push_async_callback(asyncio.to_thread, shutil.rmtree, directory)
         stack.push_async_callback(engine.stop)
         stack.push_async_callback(client_of_engine.close)
+        stack.push_async_callback(state.preparation.stop)
         if tcp:
             port = await stack.enter_async_context(served(app, state.settings, http))
             url = f"http://127.0.0.1:{port}"

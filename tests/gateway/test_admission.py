@@ -115,13 +115,31 @@ async def test_the_head_decides_before_the_body_is_looked_at() -> None:
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "requests"
 
 
-async def test_a_request_that_fails_its_checks_uses_up_no_limit() -> None:
-    async with gateway(limits=Limits(requests_per_minute=1, concurrent=1)) as g:
+@pytest.mark.case("T03")
+async def test_when_a_call_is_refused_then_it_counts_in_the_minute() -> None:
+    async with gateway(
+        limits=Limits(requests_per_minute=6, concurrent=1), settings=HttpSettings(max_body_bytes=999)
+    ) as g:
         assert (await g.post(CHAT, content=b"{")).status_code == 400
         assert (await g.chat(model="other")).status_code == 404
         assert (await g.chat(temperature=9)).status_code == 400
+        assert (await g.chat("x" * 999)).status_code == 413
+        assert (await g.post(CHAT, content=b"x", headers={"content-type": "text/plain"})).status_code == 415
         g.engine.script = g.engine.saying("ok")
-        assert (await g.chat()).status_code == 200
+        last = await g.chat()
+        assert last.status_code == 200 and last.headers["x-ratelimit-remaining-requests"] == "0"
+        assert (await g.chat(temperature=9)).status_code == 429
+        totals = g.state.leases.totals(1)
+        assert (totals.settled_requests, totals.settled_tokens > 0, g.outstanding()) == (6, True, 0)
+        assert len(g.ledger.opened) == 1, "a refused call has no row"
+
+
+@pytest.mark.case("T03")
+async def test_when_we_cannot_serve_then_a_call_does_not_count() -> None:
+    async with gateway(limits=Limits(requests_per_minute=1), connect=False) as g:
+        for _ in range(3):
+            refused = await g.chat()
+            assert refused.status_code == 503 and refused.headers["x-ratelimit-remaining-requests"] == "1"
 
 
 @pytest.mark.case("S15")

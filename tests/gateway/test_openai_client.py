@@ -99,7 +99,7 @@ async def test_models_are_listed_and_found() -> None:
 
 @pytest.mark.case("A16")
 async def test_errors_are_the_sdks_own_classes() -> None:
-    async with gateway(tcp=True, limits=Limits(requests_per_minute=1)) as g, client(g) as sdk:
+    async with gateway(tcp=True, limits=Limits(requests_per_minute=3)) as g, client(g) as sdk:
         with pytest.raises(openai.BadRequestError) as bad:
             await sdk.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=5)
         assert (bad.value.param, bad.value.code) == ("temperature", "invalid_value")

@@ -183,3 +183,33 @@ async def test_gzip_and_chunks_over_tcp() -> None:
         bomb = await g.post(CHAT, content=gzip.compress(bytes(10**6))[:1000], headers={"content-encoding": "gzip"})
         assert bomb.status_code == 413
         assert g.outstanding() == 0
+
+
+@pytest.mark.case("T03")
+async def test_when_gzip_is_unpacked_then_the_loop_goes_on() -> None:
+    """8 MB in one part of some kilobytes: others get a turn between slices, and not one byte is lost."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    plain = b"abcdefg" * 1_200_000
+    packed = gzip.compress(plain, mtime=0)
+    body = await read_body(Sender(packed), {"content-encoding": "gzip"}, max_bytes=len(plain), timeout_seconds=60)
+    task.cancel()
+    assert body == plain and turns >= len(plain) // (128 * 1024)
+
+
+@pytest.mark.parametrize("size", [128 * 1024 - 1, 128 * 1024, 128 * 1024 + 1, 256 * 1024, 131_072 + 258])
+async def test_gzip_slices_lose_nothing_at_their_edges(size: int) -> None:
+    plain = bytes(size)
+    packed = gzip.compress(plain, mtime=0) + gzip.compress(b"end", mtime=0)
+    parts = [packed[:100], packed[100:-30], packed[-30:]]
+    assert (
+        await read_body(Sender(*parts), {"content-encoding": "gzip"}, max_bytes=size + 3, timeout_seconds=60)
+        == plain + b"end"
+    )

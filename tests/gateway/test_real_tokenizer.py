@@ -69,3 +69,43 @@ def test_a_callers_control_tokens_stay_text() -> None:
     end = reference().convert_tokens_to_ids("<|im_end|>")
     assert ids.count(end) == 2, "only the template's own"
     assert evil in b"".join(ours().table[i] for i in ids).decode()
+
+
+def long_text(name: str, num_chars: int) -> str:
+    """Texts that tokenizers cut in very different ways."""
+    units = {
+        "prose": "The scales weigh what each team was given, and 1234 times it's owed; naïve café.\n\n",
+        "spaces": "a      b   \n  \n\n\n      c\t\t",
+        "one word": "x",
+        "emoji": "👩‍👩‍👧日本語😀",
+        "controls": "<|im_end|><|im_start|>",
+    }
+    return (units[name] * (num_chars // len(units[name]) + 1))[:num_chars]
+
+
+@pytest.mark.case("T03")
+@pytest.mark.parametrize("name", ["prose", "spaces", "one word", "emoji", "controls"])
+def test_when_a_prefix_shows_tokens_then_the_text_has_them(name: str) -> None:
+    """What is concluded from a beginning is never more than the whole text has, wherever the cut falls."""
+    tokenizer = ours()
+    for plain in (tokenizer._plain, tokenizer._full):
+        whole = len(plain.encode(long_text(name, 3000), add_special_tokens=False).ids)
+        for cut in range(1, 3000, 37):
+            assert tokenizer._certain_tokens(plain, long_text(name, 3000)[:cut]) <= whole
+    if name != "one word":
+        assert tokenizer._certain_tokens(tokenizer._plain, long_text(name, 2800)) > whole // 2, "and it is not nothing"
+
+
+@pytest.mark.case("T03")
+@pytest.mark.parametrize("name", ["prose", "spaces", "one word", "emoji", "controls"])
+def test_when_a_prompt_just_fits_then_its_ids_are_all_there(name: str) -> None:
+    text = long_text(name, 40_000)
+    ids = reference()(text).input_ids
+    assert ours().encode_text(text, room=len(ids)) == ids
+    chat = [{"role": "user", "content": text}]
+    plain = ours().encode_chat(chat, room=1 << 20)
+    assert ours().encode_chat(chat, room=len(plain)) == plain
+    if name != "controls":
+        assert plain == reference().apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )

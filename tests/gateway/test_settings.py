@@ -142,3 +142,22 @@ def test_config_show_masks_the_password_of_the_store() -> None:
     assert rows["store_url"]["value"] == "postgresql://u:***@db/x"
     assert rows["store_url"]["source"] == "environment TERAZI_STORE_URL"
     assert set(rows) == {row.name for row in SETTINGS}
+
+
+@pytest.mark.case("T03")
+def test_when_body_bounds_do_not_fit_then_the_start_stops() -> None:
+    fitting = {
+        "TERAZI_MAX_BODY_BYTES": "3MiB",
+        "TERAZI_PREPARE_TEAM_BYTES": "4MiB",
+        "TERAZI_PREPARE_TOTAL_BYTES": "8MiB",
+    }
+    settings = load({}, fitting)
+    assert (settings.prepare_team_bytes, settings.prepare_total_bytes) == (4 << 20, 8 << 20)
+    for name, value in (
+        ("TERAZI_MAX_BODY_BYTES", f"{(3 << 20) + 1}"),
+        ("TERAZI_PREPARE_TOTAL_BYTES", f"{(8 << 20) - 1}"),
+        ("TERAZI_PROCESS_ABOVE_BYTES", f"{(1 << 20) + 1}"),
+    ):
+        with pytest.raises(SettingsError, match="prepare_team_bytes and prepare_total_bytes"):
+            load({}, {**fitting, name: value})
+    assert load({}, {"TERAZI_MAX_BODY_BYTES": "1GiB"}).prepare_team_bytes == 0, "the defaults fit whatever is largest"

@@ -184,3 +184,35 @@ def test_deeply_nested_tool_calls_are_refused_or_served_but_never_a_fault(templa
         assert error.param == "messages" and error.code == "invalid_messages"
     else:
         assert depth < 900
+
+
+@pytest.mark.case("T03")
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_when_a_prompt_is_too_long_then_encoding_stops(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that length alone does not rule out, only a beginning is encoded: some characters a token of room."""
+    room = 2000
+    tokenizer = tiny_model_tokenizer()
+    encoded: list[int] = []
+
+    class Counting:
+        def __init__(self, inner: tokenizers.Tokenizer) -> None:
+            self._inner = inner
+
+        def encode(self, text: str, **options: Any) -> Any:
+            encoded.append(len(text))
+            return self._inner.encode(text, **options)
+
+    tokenizer._plain, tokenizer._full = Counting(tokenizer._plain), Counting(tokenizer._full)  # type: ignore[assignment]
+    text = "Z " * (room * 5)
+    assert len(text) < room * (tokenizer._max_token_bytes or 0), "the length does not say it"
+    with pytest.raises(ContextLengthExceeded, match=f"more than {room} tokens"):
+        if is_chat:
+            tokenizer.encode_chat(user(text), room=room)
+        else:
+            tokenizer.encode_text(text, room=room)
+    assert sum(encoded) <= 4 * room + 100 < len(text)
+    encoded.clear()
+    many = [{"role": "user", "content": "Z"}] * 5000
+    with pytest.raises(ContextLengthExceeded):
+        tokenizer.encode_chat(many, room=room)
+    assert len(encoded) <= room, "no piece is encoded after the one that is too many"

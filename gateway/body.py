@@ -136,8 +136,7 @@ class _Gunzip:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """What `data` unpacks to, in slices. Raises BadRequest for what is no gzip."""
-        has_more = False  # zlib may hold output back although it has taken all input
-        while (data or has_more) and self._room > 0:
+        while data and self._room > 0:
             self._has_data = True
             if self._inflater.eof:
                 self._inflater = zlib.decompressobj(_GZIP_WINDOW)
@@ -147,9 +146,8 @@ class _Gunzip:
             except zlib.error:
                 raise _damaged() from None
             self._room -= len(part)
-            is_end = self._inflater.eof
-            has_more = len(part) == limit and not is_end
-            data = self._inflater.unused_data if is_end else self._inflater.unconsumed_tail
+            # Output that zlib still holds back comes with the next input, at the latest with the stream's checksum.
+            data = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
             yield part
 
     def check_end(self) -> None:

@@ -124,7 +124,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "prepare_memory_bytes",
         "size",
-        384 << 20,
+        256 << 20,
         "The most memory that the process may take.",
         "server.prepare_memory_bytes",
         least=128 << 20,

@@ -37,7 +37,7 @@ class HttpSettings:
     prepare_wait_seconds: float = 30.0  # for room, or for a turn
     prepare_run_seconds: float = 20.0  # of one body in the process
     prepare_idle_seconds: float = 30.0  # then the process ends
-    prepare_memory_bytes: int = 384 * 1024 * 1024  # of the process
+    prepare_memory_bytes: int = 256 * 1024 * 1024  # of the process
     settle_wait: float = 0.5  # after an abort, for the engine's count before the reservation is settled
     close_wait: float = 10.0  # and for its charge before the ledger row is closed
     engine_silence: float = 30.0  # open requests and no word for so long: not ready

@@ -37,25 +37,30 @@ def key_from(headers: RawHeaders) -> str:
     """The one key a request carries: `Authorization: Bearer`, `x-api-key` or `api-key`. Never from a query string.
 
     The scheme is case-insensitive (RFC 9110 §11.1) and blanks around the key do not count; the key itself is taken as
-    it is. Raises Unauthenticated for no key, another scheme, or several that disagree.
+    it is. An Authorization header of another scheme, or without a key, is somebody else's when a key stands elsewhere:
+    a proxy with a password of its own passes that header on. Raises Unauthenticated for no key, or several that differ.
     """
     keys: set[str] = set()
+    has_other_scheme = False
     for raw_name, raw_value in headers:
         name = raw_name.lower()
         value = raw_value.decode("latin-1").strip(" \t")
         if name == b"authorization":
-            scheme, _, key = value.partition(" ")
-            if scheme.lower() != "bearer":
-                raise Unauthenticated("The Authorization header must have the form 'Bearer <key>'.")
-            keys.add(key.strip(" \t"))
+            scheme, _, key = value.replace("\t", " ").partition(" ")
+            if scheme.lower() == "bearer":
+                keys.add(key.strip(" "))
+            elif value:
+                has_other_scheme = True
         elif name in (b"x-api-key", b"api-key"):
             keys.add(value)
     keys.discard("")
-    if not keys:
-        raise Unauthenticated(_NO_KEY)
     if len(keys) > 1:
         raise Unauthenticated("The request carries several API keys that differ; send one.")
-    return keys.pop()
+    if keys:
+        return keys.pop()
+    if has_other_scheme:
+        raise Unauthenticated("The Authorization header must have the form 'Bearer <key>'.")
+    raise Unauthenticated(_NO_KEY)
 
 
 def identify(state: GatewayState, headers: RawHeaders) -> Identity:

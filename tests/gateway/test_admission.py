@@ -32,11 +32,47 @@ def test_a_key_is_found_in_every_form_clients_send(headers: list[tuple[bytes, by
     assert key_from(headers) == KEY
 
 
+@pytest.mark.case("H14")
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"Basic dXNlcjpwYXNz",
+        b"",
+        b" \t ",
+        b"Bearer",
+        b"bearer  ",
+        b"Digest username=x",
+        b"Negotiate YII=",
+        b"trz-other",
+    ],
+)
+@pytest.mark.parametrize(
+    "own", [(b"x-api-key", b"trz-key"), (b"api-key", b"trz-key"), (b"authorization", b"bearer\ttrz-key  ")]
+)
+def test_a_header_for_somebody_else_hides_no_key(foreign: bytes, own: tuple[bytes, bytes]) -> None:
+    both = [(b"authorization", foreign), own]
+    assert key_from(both) == key_from(both[::-1]) == KEY
+    with pytest.raises(Unauthenticated, match="keys that differ"):
+        key_from([*both, (b"x-api-key", b"another")])
+
+
+@pytest.mark.case("H14")
+async def test_a_good_key_beside_basic_is_let_in() -> None:
+    async with gateway() as g:
+        g.engine.script = g.engine.saying("ok")
+        headers = {"authorization": "Basic dXNlcjpwYXNz", "x-api-key": g.key}
+        assert (await g.http.post(CHAT, json=chat_body(), headers=headers)).status_code == 200
+        assert (await g.http.get("/v1/models", headers=headers)).status_code == 200
+        alone = await g.http.post(CHAT, json=chat_body(), headers={"authorization": "Basic dXNlcjpwYXNz"})
+        assert alone.status_code == 401 and "Bearer <key>" in alone.json()["error"]["message"]
+
+
 @pytest.mark.case("A18")
 @pytest.mark.parametrize(
     "headers",
     [
         [],
+        [(b"authorization", b"Basic dXNlcjpwYXNz"), (b"x-api-key", b"")],
         [(b"authorization", b"Bearer ")],
         [(b"authorization", b"Bearer")],
         [(b"authorization", b"")],

@@ -28,6 +28,7 @@ from gateway.reply import JSON_HEADERS
 from gateway.state import GatewayState as GatewayState
 from gateway.state import HttpSettings as HttpSettings
 from gateway.state import SystemClock as SystemClock
+from gateway.state import starting_error
 
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"
@@ -36,7 +37,8 @@ _EXPOSED_HEADERS = (
     "retry-after, retry-after-ms, x-should-retry, x-request-id, server-timing, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens, "
-    "x-terazi-tier, x-terazi-start-level, x-terazi-queue-ms, x-terazi-reason, x-terazi-scope"
+    "x-terazi-tier, x-terazi-start-level, x-terazi-queue-ms, x-terazi-reason, x-terazi-scope, "
+    "x-terazi-ignored-fields"
 )
 _SLASHES = re.compile("/{2,}")
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
@@ -154,7 +156,10 @@ async def _send_error(send: Send, error: GatewayError, request_id: str) -> None:
 
 
 class Models:
-    """GET /v1/models and /v1/models/{id}: the model being served. Needs a key, counts as no request."""
+    """GET /v1/models and /v1/models/{id}: the model being served. Needs a key, counts as no request.
+
+    While the model loads both are a 503 `starting`, as the other routes are.
+    """
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
@@ -175,9 +180,10 @@ class Models:
 
     def _models(self) -> list[dict[str, Any]]:
         hello, tokenizer = self._state.engine.hello, self._state.tokenizer
-        if hello is None:
-            return []
-        endpoints = [CHAT, TEXT] if tokenizer is not None and tokenizer.has_chat_template else [TEXT]
+        if hello is None or tokenizer is None:
+            # An empty list would be kept by user interfaces, and taken for readiness by probes.
+            raise starting_error()
+        endpoints = [CHAT, TEXT] if tokenizer.has_chat_template else [TEXT]
         return [
             {
                 "id": hello.model.name,

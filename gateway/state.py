@@ -142,3 +142,8 @@ def draining_error() -> Unavailable:
     return Unavailable(
         "The server is shutting down.", code="draining", retry_after_seconds=5, headers={"connection": "close"}
     )
+
+
+def starting_error() -> Unavailable:
+    """What everybody who needs the model is told until it has been loaded."""
+    return Unavailable("The model is still being loaded.", code="starting", retry_after_seconds=5)

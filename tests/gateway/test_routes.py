@@ -9,7 +9,7 @@ import pytest
 
 from gateway import errors
 from gateway.app import HttpSettings
-from tests.gateway.harness import CHAT, MODEL, TEXT, Gateway, chat_body, gateway
+from tests.gateway.harness import CHAT, MODEL, TEXT, TOKENIZER, Gateway, chat_body, gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -136,6 +136,26 @@ async def test_a_model_id_with_a_slash_is_found(spelling: str) -> None:
         assert one.json()["context_length"] == 2048
         assert (await g.http.get("/v1/models")).status_code == 401
         assert g.outstanding() == 0 and g.state.leases.totals(1).reserved_requests == 0
+
+
+@pytest.mark.case("H17")
+@pytest.mark.parametrize("is_connected", [False, True], ids=["no engine", "no tokenizer"])
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/models/nope"])
+async def test_while_the_model_loads_models_are_a_503(path: str, is_connected: bool) -> None:
+    async with gateway(connect=False) as g:
+        bearer = {"authorization": f"Bearer {g.key}"}
+        if is_connected:
+            await g.state.engine.connect()
+        response = await g.http.get(path, headers=bearer)
+        assert (response.status_code, envelope(response)["code"]) == (503, "starting")
+        assert (await g.http.get(path)).status_code == 401, "who has no key is told so first"
+        if not is_connected:
+            await g.state.engine.connect()
+        g.state.tokenizer = TOKENIZER
+        assert (await g.http.get(path, headers=bearer)).status_code == (404 if "nope" in path else 200)
+        g.engine.die()
+        await g.state.engine.wait_closed()
+        assert (await g.http.get("/v1/models", headers=bearer)).json()["data"][0]["id"] == MODEL, "it is known by now"
 
 
 @pytest.mark.case("S01")

@@ -9,11 +9,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.errors import BadRequest
+from gateway.json_body import FLOAT_EXACT_MAX, fields_of, not_json, without_mark
 from policies.tiers import Tier
 from tenants.clock import iso
 from tenants.key_format import redact
 from tenants.keys import ApiKey
 from tenants.teams import Team
+
+FIELDS_MAX = 64  # of one body; more are refused
 
 
 class TeamCreate(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,16 +59,33 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; nothing at all is an empty one. Raises BadRequest."""
+    """A JSON object; nothing at all is an empty one. Whole numbers are ints, however they are written.
+
+    Raises BadRequest, with the field's name as `param` where one field is at fault.
+    """
+    body = without_mark(body)
     if not body.strip():
         return {}
     try:
-        document = msgspec.json.decode(body)
+        fields = fields_of(body, FIELDS_MAX)
+    except msgspec.ValidationError:
+        raise BadRequest("The body must be a JSON object.", code="invalid_json") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(document, dict):
-        raise BadRequest("The body must be a JSON object.", code="invalid_json")
-    return document
+        raise not_json(body, error) from None
+    return {name: _value(name, value, body) for name, value in fields.items()}
+
+
+def _value(name: str, raw: msgspec.Raw, body: bytes) -> Any:
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:  # it is JSON, but a number beyond all floats
+        shown = redact(name[:80])
+        raise BadRequest(f"{shown}: {str(error).partition(' - at ')[0]}.", code="invalid_value", param=shown) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise not_json(body, error) from None
+    # 8.0 is 8 here too; 8.5, and a float that is not exact, are refused by whoever reads the field.
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= FLOAT_EXACT_MAX
+    return int(value) if is_whole else value
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:

@@ -39,7 +39,8 @@ from gateway.openai import KEEP_ALIVE, AnswerWriter, Endpoint, Usage, event
 from gateway.preparation import BodyHold
 from gateway.prepare import Prepared
 from gateway.reply import JSON_HEADERS, STREAM_HEADERS, Reply
-from gateway.state import GatewayState, Timer
+from gateway.request_fields import ignored_header
+from gateway.state import GatewayState, Timer, starting_error
 from gateway.tokenizer import ModelTokenizer
 from tenants.rows import OpenEntry, Progress
 from tenants.snapshot import Identity
@@ -101,6 +102,7 @@ class _Call:
         self._has_body = False  # all of it was read
         self._is_json = False  # the content type says so
         self._is_stream = False
+        self._ignored_fields: tuple[str, ...] = ()
         self._has_sent_first = False  # chunk of text
         self._num_tokens = 0  # taken from the stream
         self._first_token_at_us: int | None = None
@@ -154,6 +156,7 @@ class _Call:
             hold.give_back()
         self._departure.check()  # who has left while its body was prepared gets nothing submitted, opened or booked
         self._is_stream = prepared.request.stream
+        self._ignored_fields = prepared.request.ignored_fields
         self._entry = self._open_entry(prepared, hello)
         self._claim.admit(self._entry)
         self._stream = state.engine.submit(self._submit_message(prepared))
@@ -166,7 +169,7 @@ class _Call:
     def _model(self) -> tuple[Hello, ModelTokenizer]:
         hello, tokenizer = self._state.engine.hello, self._state.tokenizer
         if hello is None or tokenizer is None:
-            raise Unavailable("The model is still being loaded.", code="starting", retry_after_seconds=5)
+            raise starting_error()
         if not self._state.engine.is_ready:
             raise EngineDied("The engine is being restarted.", retry_after_seconds=2)
         return hello, tokenizer
@@ -416,6 +419,7 @@ class _Call:
         if self._identity is not None:
             headers |= limits_headers.limit_headers(self._state.leases.view(self._identity))
             headers |= limits_headers.tier_headers(self._identity)
+        headers |= ignored_header(self._ignored_fields)
         finished = self._stream.finished if self._stream is not None else None
         first = self._first_token_at_us
         headers |= limits_headers.timing_headers(

@@ -1,17 +1,19 @@
 """OpenAI's wire, pure: bytes to a frozen request or a BadRequest, and chunks or one answer back to bytes.
 
-Unknown fields are ignored and explicit nulls are the same as absent. A field that is known but not served (tools,
-logprobs, several choices, JSON schemas...) is refused with its name: a 200 that quietly drops it is the worst answer.
+Explicit nulls are the same as absent. What is not served is sorted by `gateway.request_fields`: refused with its name
+(tools, logprobs, several choices, JSON schemas...), taken in silence, or ignored and named in the answer's headers.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from engine.sampling import ANY_SEED, SEED_MAX, SEED_MIN
 from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.json_body import not_json, whole, whole_or_none, without_mark
+from gateway.request_fields import check_fields
 
 MAX_STOP_STRINGS = 4  # OpenAI's documented number
 MAX_STOP_CHARS = 1024
@@ -25,12 +27,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`: only plain text is served."""
-
-    type: str = "text"
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -50,55 +46,54 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
+# A whole number as sent: `whole` takes 8.0 for 8 and refuses 8.5.
+Whole = int | float
+
+
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share."""
+    """What both endpoints serve."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Whole | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
+    stop_token_ids: list[Whole] | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    n: int | None = None
-    response_format: ResponseFormat | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
 
 
 class TextBody(CommonBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    logprobs: int | None = None
+    prompt: str | list[str | Whole | list[Whole]]
 
 
 _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 _TEXT_DECODER = msgspec.json.Decoder(TextBody)
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+_BODIES: dict[Endpoint, type[CommonBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": TextBody}
+
+
+def served_fields(endpoint: Endpoint) -> tuple[str, ...]:
+    """The names of the fields that an endpoint reads, those of `stream_options` with a dot."""
+    options = (f"stream_options.{name}" for name in StreamOptions.__struct_fields__)
+    return (*_BODIES[endpoint].__struct_fields__, *options)
+
+
+_SERVED = {endpoint: frozenset(served_fields(endpoint)) for endpoint in _BODIES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +116,7 @@ class CompletionRequest:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    ignored_fields: tuple[str, ...] = ()  # as sent: nobody knows these
 
     @property
     def is_chat(self) -> bool:
@@ -132,18 +128,24 @@ def decode_request(endpoint: Endpoint, body: bytes, *, max_chat_pieces: int | No
 
     `max_chat_pieces` is the most messages, and the most text parts over all messages, that a chat may have.
     """
+    body = without_mark(body)
     try:
         if endpoint == "/v1/chat/completions":
             chat = _CHAT_DECODER.decode(body)
             _check_pieces(chat.messages, max_chat_pieces)
-            return _chat_request(chat)
-        return _text_request(_TEXT_DECODER.decode(body))
+            ignored = check_fields(endpoint, body, _SERVED[endpoint])
+            request = _chat_request(chat)
+        else:
+            text = _TEXT_DECODER.decode(body)
+            ignored = check_fields(endpoint, body, _SERVED[endpoint])
+            request = _text_request(text)
     except msgspec.ValidationError as error:
         raise _wrong_type(error) from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        raise not_json(body, error) from None
     except RecursionError:
         raise BadRequest("The request body is nested too deeply.", code="invalid_json") from None
+    return replace(request, ignored_fields=ignored) if ignored else request
 
 
 def _check_pieces(messages: list[ChatMessage], most: int | None) -> None:
@@ -160,7 +162,7 @@ def _check_pieces(messages: list[ChatMessage], most: int | None) -> None:
 
 def _wrong_type(error: msgspec.ValidationError) -> BadRequest:
     """msgspec says where: ``Expected `int`, got `str` - at `$.messages[0].role` ``."""
-    text = str(error)
+    text = str(error).replace("int | float", "int")  # 8.0 is a whole number too, but nobody needs to be told
     where = _LOCATION.search(text)
     if where:
         param = where["path"] or None
@@ -175,41 +177,24 @@ def _wrong_type(error: msgspec.ValidationError) -> BadRequest:
 def _chat_request(body: ChatBody) -> CompletionRequest:
     if not body.messages:
         raise BadRequest("'messages' must have at least one message.", param="messages", code="empty_messages")
-    has_tools = bool(body.tools)
-    _refuse(has_tools, "tools", "Tool calling is not supported; send no tools.")
-    _refuse(bool(body.functions), "functions", "Function calling is not supported; send no functions.")
-    if body.tool_choice not in (None, "auto", "none"):
-        _refuse(True, "tool_choice", "'tool_choice' asks for a tool, but there are no tools.")
-    _refuse(bool(body.logprobs), "logprobs", "'logprobs' is not supported.")
-    _refuse(bool(body.top_logprobs), "top_logprobs", "'top_logprobs' is not supported.")
-    newer = body.max_completion_tokens
-    max_name = "max_tokens" if newer is None else "max_completion_tokens"
     return _request(
         "/v1/chat/completions",
         body,
-        max_tokens=body.max_tokens if newer is None else newer,
-        max_name=max_name,
         messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
     )
 
 
 def _text_request(body: TextBody) -> CompletionRequest:
-    _refuse(body.best_of not in (None, 1), "best_of", "'best_of' above 1 is not supported.")
-    _refuse(bool(body.echo), "echo", "'echo' is not supported.")
-    _refuse(bool(body.suffix), "suffix", "'suffix' is not supported.")
-    _refuse(body.logprobs is not None, "logprobs", "'logprobs' is not supported.")
     text, token_ids = _prompt(body.prompt)
     return _request(
         "/v1/completions",
         body,
-        max_tokens=body.max_tokens,
-        max_name="max_tokens",
         prompt_text=text,
         prompt_token_ids=token_ids,
     )
 
 
-def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, tuple[int, ...] | None]:
+def _prompt(prompt: str | list[str | Whole | list[Whole]]) -> tuple[str | None, tuple[int, ...] | None]:
     """One prompt: a string, one list of token ids, or a list with exactly one of these."""
     empty = BadRequest("'prompt' is empty.", param="prompt", code="empty_prompt")
     if isinstance(prompt, str):
@@ -218,8 +203,8 @@ def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, tupl
         return prompt, None
     if not prompt:
         raise empty
-    if all(isinstance(item, int) for item in prompt):
-        return None, tuple(item for item in prompt if isinstance(item, int))
+    if set(map(type, prompt)) <= {int, float}:
+        return None, _token_ids("prompt", prompt)
     if len(prompt) > 1:
         raise BadRequest(
             "'prompt' must be one string or one list of token ids; several prompts are not supported.",
@@ -231,32 +216,34 @@ def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, tupl
         raise empty
     if isinstance(only, str):
         return only, None
-    assert isinstance(only, list), "an int alone was taken above"
-    return None, tuple(only)
+    assert isinstance(only, list), "a number alone was taken above"
+    return None, _token_ids("prompt[0]", only)
+
+
+def _token_ids(where: str, items: list[Any]) -> tuple[int, ...]:
+    """The numbers as whole numbers. A prompt may have thousands: they are looked at singly only beside a float."""
+    if float not in set(map(type, items)):
+        return tuple(items)
+    return tuple(whole(f"{where}[{position}]", item) for position, item in enumerate(items))
 
 
 def _request(
     endpoint: Endpoint,
     body: CommonBody,
     *,
-    max_tokens: int | None,
-    max_name: str,
     messages: tuple[dict[str, Any], ...] | None = None,
     prompt_text: str | None = None,
     prompt_token_ids: tuple[int, ...] | None = None,
 ) -> CompletionRequest:
     if not body.model:
         raise BadRequest("You must provide 'model'.", param="model", code="missing_required_parameter")
-    _refuse(body.n not in (None, 1), "n", "Only one choice is supported: 'n' must be 1.")
-    if body.response_format is not None:
-        kind = body.response_format.type
-        _refuse(kind != "text", "response_format", f"'response_format' of type {kind!r} is not supported; only 'text'.")
-    for name in ("frequency_penalty", "presence_penalty"):
-        _refuse(bool(getattr(body, name)), name, f"'{name}' is not supported; it must be 0.")
-    _refuse(bool(body.logit_bias), "logit_bias", "'logit_bias' is not supported.")
+    max_name, max_tokens = "max_completion_tokens", whole_or_none("max_completion_tokens", body.max_completion_tokens)
+    older_max_tokens = whole_or_none("max_tokens", body.max_tokens)
+    if max_tokens is None:
+        max_name, max_tokens = "max_tokens", older_max_tokens
     if max_tokens is not None and max_tokens < 1:
         raise _out_of_range(max_name, max_tokens, "at least 1")
-    min_tokens = body.min_tokens or 0
+    min_tokens = whole_or_none("min_tokens", body.min_tokens) or 0
     if min_tokens < 0:
         raise _out_of_range("min_tokens", min_tokens, "at least 0")
     if max_tokens is not None and min_tokens > max_tokens:
@@ -267,7 +254,8 @@ def _request(
     top_p = 1.0 if body.top_p is None else body.top_p
     if not 0 <= top_p <= 1:
         raise _out_of_range("top_p", top_p, "between 0 and 1")
-    top_k = 0 if body.top_k in (None, -1) else body.top_k or 0  # -1 is some servers' word for "all"
+    top_k = whole_or_none("top_k", body.top_k) or 0
+    top_k = 0 if top_k == -1 else top_k  # -1 is some servers' word for "all"
     if top_k < 0:
         raise _out_of_range("top_k", top_k, "at least 0 (0 is all)")
     top_k = min(top_k, _TOP_K_MAX)
@@ -284,18 +272,13 @@ def _request(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=_seed(body.seed),
+        seed=_seed(whole_or_none("seed", body.seed)),
         stops=_stops(body.stop),
         stop_token_ids=_stop_token_ids(body.stop_token_ids),
         ignore_eos=bool(body.ignore_eos),
         stream=bool(body.stream),
         include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
     )
-
-
-def _refuse(is_asked: bool, param: str, message: str) -> None:
-    if is_asked:
-        raise BadRequest(message, param=param, code="unsupported_parameter")
 
 
 def _out_of_range(param: str, value: object, allowed: str) -> BadRequest:
@@ -328,13 +311,13 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _stop_token_ids(token_ids: list[int] | None) -> tuple[int, ...]:
+def _stop_token_ids(given: list[Whole] | None) -> tuple[int, ...]:
     """Whether they are ids of the model is checked where the model is known (`gateway.prepare`)."""
-    if token_ids is None:
+    if given is None:
         return ()
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _out_of_range("stop_token_ids", f"{len(token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    return tuple(token_ids)
+    if len(given) > MAX_STOP_TOKEN_IDS:
+        raise _out_of_range("stop_token_ids", f"{len(given)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    return _token_ids("stop_token_ids", given)
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -393,13 +376,29 @@ class Usage:
 
 
 _DONE = b"data: [DONE]\n\n"
+# Line breaks to some readers that JSON lets stand in a string, as their UTF-8 bytes and as JSON's own escapes.
+_LINE_BREAKS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 # One comment line with no blank line after it: some decoders take comment + blank line for an empty event.
 KEEP_ALIVE = b": keep-alive\n"
 
 
+def encode_json(document: dict[str, Any]) -> bytes:
+    """JSON in one line, for readers that split at `\\n` and for those that split as Python's `splitlines()` does.
+
+    U+2028, U+2029 and U+0085 are escaped: outside strings JSON has only ASCII, and UTF-8 has no character inside
+    another, so the bytes can be replaced as they stand. All other line breaks are control characters, which JSON
+    escapes anyway.
+    """
+    text = msgspec.json.encode(document)
+    for raw, escape in _LINE_BREAKS:
+        if raw in text:
+            text = text.replace(raw, escape)
+    return text
+
+
 def event(document: dict[str, Any]) -> bytes:
-    """One server-sent event. JSON never has a raw line break, so one data line is enough."""
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+    """One server-sent event. The JSON has no line break of any kind, so one data line is enough."""
+    return b"data: " + encode_json(document) + b"\n\n"
 
 
 class AnswerWriter:
@@ -463,4 +462,4 @@ class AnswerWriter:
         else:
             choice["text"] = text
         choice |= {"logprobs": None, "finish_reason": finish_reason}
-        return msgspec.json.encode({**self._head, "choices": [choice], "usage": usage.as_dict()})
+        return encode_json({**self._head, "choices": [choice], "usage": usage.as_dict()})

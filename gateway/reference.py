@@ -4,10 +4,12 @@ A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test compares wha
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gateway.openai import served_fields
+from gateway.request_fields import HARMLESS, UNSERVED, accepted_values
 from gateway.settings import SETTINGS, shown
 
 
@@ -50,7 +52,37 @@ def walk_commands() -> Iterator[tuple[str, Any]]:
     yield from walk("terazi", get_command(app))
 
 
-TABLES = {"settings": settings_table, "commands": commands_table}
+def request_fields_table() -> str:
+    """Every field of a completion request that is known, by what becomes of it."""
+    lines = ["| field | what becomes of it |", "|---|---|"]
+    chat, text = served_fields("/v1/chat/completions"), served_fields("/v1/completions")
+    both = [name for name in chat if name in text]
+    lines.append(f"| {_names(both)} | served |")
+    lines.append(f"| {_names([name for name in chat if name not in text])} | served by /v1/chat/completions |")
+    lines.append(f"| {_names([name for name in text if name not in chat])} | served by /v1/completions |")
+    lines.append(f"| {_names(HARMLESS)} | accepted: changes nothing in the answer |")
+    for values, names in _by_accepted_values().items():
+        lines.append(f"| {_names(names)} | refused, unless it is one of {values} |")
+    lines.append("| every other field | ignored, and named in the answer's header `x-terazi-ignored-fields` |")
+    return "\n".join(lines)
+
+
+def _by_accepted_values() -> dict[str, list[str]]:
+    """Names of the refused fields by the values that are accepted all the same."""
+    groups: dict[str, list[str]] = {}
+    for row in UNSERVED:
+        values = ", ".join(_code(value) for value in accepted_values(row)) + (
+            f" on {row.endpoint}" if row.endpoint else ""
+        )
+        groups.setdefault(values, []).append(row.name)
+    return groups
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+TABLES = {"settings": settings_table, "commands": commands_table, "request fields": request_fields_table}
 
 
 def rewrite(text: str) -> str:

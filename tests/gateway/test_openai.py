@@ -1,13 +1,14 @@
 """The wire as real clients use it: what is ignored, what is refused with its name, what comes back."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.openai import AnswerWriter, CompletionRequest, Usage, decode_request
+from gateway.openai import AnswerWriter, CompletionRequest, Usage, decode_request, event
 from tests.gateway.harness import CHAT, MODEL, TEXT, chat_body, events
 
 
@@ -52,10 +53,10 @@ def test_unknown_fields_are_ignored_at_every_depth() -> None:
 
 @pytest.mark.case("S06", "S15")
 def test_no_client_field_can_name_an_upstream_a_template_or_a_tenant() -> None:
-    sent = chat(
-        base_url="http://evil", api_base="http://evil", chat_template="{{x}}", team="other", team_id=9, priority=1
-    )
-    assert sent == chat()
+    sent = chat(base_url="http://evil", api_base="http://evil", team="other", team_id=9)
+    assert replace(sent, ignored_fields=()) == chat()
+    assert chat_refusal(chat_template="{{x}}").param == "chat_template"
+    assert chat_refusal(priority=1).param == "priority"
 
 
 @pytest.mark.case("A03")
@@ -137,10 +138,10 @@ def test_chat_logprobs_are_refused_by_name(fields: dict[str, Any], param: str) -
 
 
 @pytest.mark.case("A08")
-def test_text_logprobs_are_an_integer_and_refused_by_name() -> None:
-    error = text_refusal(logprobs=True)
-    assert error.param == "logprobs" and error.code == "invalid_type", "no silent coercion to 1"
-    assert text_refusal(logprobs=0).code == "unsupported_parameter"
+@pytest.mark.parametrize("value", [True, 0, 1, 5])
+def test_text_logprobs_are_refused_by_name(value: Any) -> None:
+    error = text_refusal(logprobs=value)
+    assert (error.param, error.code) == ("logprobs", "unsupported_parameter"), "no silent coercion"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_wrong_types_and_missing_fields_name_the_parameter(body: Any, param: str
 )
 def test_what_is_no_json_or_too_deep_is_a_400(body: bytes) -> None:
     error = refusal(CHAT, body)
-    assert error.status == 400 and error.code in ("invalid_json", "invalid_type")
+    assert error.status == 400 and error.code in ("invalid_json", "invalid_type", "invalid_encoding")
 
 
 def test_a_number_beyond_float_is_a_400() -> None:
@@ -298,6 +299,23 @@ def test_usage_comes_once_and_only_when_asked_for(asked: bool) -> None:
         assert not any("usage" in d for d in documents[:-1])
     finishes = [c["finish_reason"] for d in documents[:-1] for c in d["choices"] if c["finish_reason"]]
     assert finishes == ["length"]
+
+
+@pytest.mark.case("H22")
+def test_an_event_is_one_line_however_a_reader_splits() -> None:
+    """Every character that `splitlines()` splits at, beside ones whose bytes are near to theirs."""
+    awkward = "".join(map(chr, [*range(0x20), 0x7F, 0x85, 0xA8, 0x2027, 0x2028, 0x2029, 0x202A, 0x1F600])) + "é\\u2028"
+    for request in (chat(stream=True), text(stream=True)):
+        writer = AnswerWriter(request, "req-1", 9)
+        for data in (writer.text(awkward), writer.last(awkward, "stop", USAGE)):
+            assert data.decode().splitlines() == data.decode().split("\n")[:-1]
+            choice = events(data.decode())[0]["choices"][0]
+            assert (choice["text"] if "text" in choice else choice["delta"]["content"]) == awkward
+    whole = AnswerWriter(chat(), "req-1", 9).whole(awkward, "stop", USAGE)
+    assert len(whole.decode().splitlines()) == 1
+    assert json.loads(whole)["choices"][0]["message"]["content"] == awkward
+    error = BadRequest(awkward).body("req-1")
+    assert len(event(error).decode().splitlines()) == 2, "its data line and the empty one"
 
 
 @pytest.mark.case("G33")

@@ -143,10 +143,13 @@ async def test_a_refusal_for_want_of_a_slot_does_not_burn_a_request() -> None:
         submit = await g.engine.next_submit()
         refused = await g.chat()
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "concurrent_limit"
+        g.engine.say(submit.request_id, "ok")  # a request without a token would give its own place back
         g.engine.finish(submit.request_id, "stop")
         assert (await first).status_code == 200
         g.engine.script = g.engine.saying("ok")
         assert (await g.chat()).status_code == 200
+        third = await g.chat()
+        assert third.status_code == 429 and third.json()["error"]["code"] == "requests", "both places are used"
 
 
 @pytest.mark.case("G48")

@@ -273,6 +273,28 @@ async def gateway(
         yield Gateway(state, app, engine, ledger, clock, holder, key, session, port, url)
 
 
+def clocked(protocol: Any, clock: FakeClock) -> Any:
+    """A protocol class whose connections take their timers from `clock`, so that idle time passes when told to."""
+
+    class Clocked(protocol):  # type: ignore[misc]  # a class made at run time
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.loop = _ClockedLoop(self.loop, clock)
+
+    return Clocked
+
+
+class _ClockedLoop:
+    """An event loop whose `call_later` is the fake clock's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: FakeClock) -> None:
+        self._loop = loop
+        self.call_later = clock.call_later
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
 @contextlib.asynccontextmanager
 async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterator[int]:
     """A real uvicorn on a free port of 127.0.0.1, in this event loop."""

@@ -18,6 +18,7 @@ from gateway.engine_process import EngineProcess, EngineStartError, engine_confi
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.listeners import ListenError, bind, make_server, url_of
 from gateway.settings import load
+from tests.gateway.harness import WAIT, FakeClock, clocked, eventually
 
 
 def test_what_the_engine_says_of_a_flag_names_where_the_value_came_from(tmp_path: Path) -> None:
@@ -81,15 +82,38 @@ def test_localhost_on_a_port_that_only_ipv6_has_taken_is_refused(free_port: int)
 
 
 @pytest.mark.case("D09")
-def test_idle_connections_outlive_the_clients_pools_and_not_the_load_balancers_patience() -> None:
+def test_the_server_keeps_an_idle_connection_as_long_as_set() -> None:
+    """The real server with the default settings, its connection's timers on a clock that is moved."""
     settings = load({}, {})
+    assert settings.keep_alive_timeout > 60, "clients' pools keep connections for up to 60 s"
 
-    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
 
-    server = make_server(app, keep_alive_timeout=settings.keep_alive_timeout, drain_timeout=settings.drain_timeout)
-    assert 60 < server.config.timeout_keep_alive == 75
-    assert server.config.timeout_graceful_shutdown is not None
-    assert server.config.timeout_graceful_shutdown > settings.drain_timeout
+    async def use_twice_and_idle() -> None:
+        clock = FakeClock()
+        server = make_server(app, keep_alive_timeout=settings.keep_alive_timeout, drain_timeout=settings.drain_timeout)
+        assert (server.config.timeout_graceful_shutdown or 0) > settings.drain_timeout
+        server.config.http = clocked(server.config.http, clock)
+        listeners = bind("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve(listeners))
+        await eventually(lambda: server.started)
+        reader, writer = await asyncio.open_connection(*listeners[0].getsockname()[:2])
+        for seconds in (0, settings.keep_alive_timeout - 1):
+            clock.advance(seconds)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(WAIT):
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK")
+        clock.advance(settings.keep_alive_timeout)
+        await eventually(reader.at_eof)
+        writer.close()
+        server.should_exit = True
+        await serving
+        for listener in listeners:
+            listener.close()
+
+    asyncio.run(use_twice_and_idle())
 
 
 def test_socket_paths_stay_short_and_the_same_at_each_start(tmp_path: Path) -> None:

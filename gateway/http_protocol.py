@@ -8,20 +8,43 @@
 - What is no HTTP is refused in the same JSON envelope as everything else.
 - An offer to upgrade the connection is declined by going on in HTTP/1.1 (RFC 9110 §7.8). The JVM's own client makes one
   (h2c) with every request, body and all, which the parser would take for bytes of the other protocol.
+- A client that has sent its whole request and shuts its sending side down (`nc -N`, some proxies) still listens, and
+  gets its answer. A client that has left sends the same FIN, and TCP has no other sign until something is written to
+  it: the kernel of one that has left answers a write with a reset. So while an answer is owed, harmless bytes are
+  written, and a reset ends the request: before the answer `100 Continue` (RFC 9110 §15.2 lets any number of interim
+  responses go before the final one), inside an event stream a comment. Every body of unknown length here is an event
+  stream, sent in whole lines. HTTP/1.0 has no interim responses: there the FIN means leaving, shortly after it.
+- While a request is being answered the socket is read on, whatever waits behind the request, or nobody would hear that
+  the client has left. What cannot be parsed yet is kept, up to a limit. Above it reading stops, and the socket is
+  asked now and then.
 """
 
 import asyncio
+import contextlib
+import select
+import socket
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
+from gateway.openai import KEEP_ALIVE
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app has a lower limit of its own
 HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the head
 MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body that has been answered already
 DROP_SECONDS = 30.0  # to the end of such a body
+MAX_AHEAD_BYTES = 64 * 1024  # kept of what comes behind a request that waits for its turn
+PAUSED_LOOK_SECONDS = 0.5  # between two looks at a socket that is not read because of that
+GRACE_SECONDS = 0.1  # from a FIN to the first interim response: short calls are answered by then
+FIRST_LOOK_SECONDS = 0.001  # from a probe to the first look for a reset; each further look waits twice as long
+PROBE_SECONDS = 10.0  # a look that would wait longer is a new probe
+UNANSWERED_SECONDS = 20  # a host that does not answer a probe at all is gone
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_RESET = select.POLLERR | select.POLLHUP
+_FIN = getattr(select, "POLLRDHUP", 0)  # Linux
+_UNANSWERED_OPTION: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
 
 
 class _UntilClose(int):
@@ -70,6 +93,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of a head that is not complete
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
+        self._ahead = bytearray()  # behind the requests that wait for their turn, not parsed yet
+        self._is_half_closed = False  # the client has sent its last byte
+        self._look_seconds = 0.0
+        self._look_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,9 +105,23 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the newest request only, which may be one that waits behind this one.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.pipeline:  # requests wait for their turn: what comes behind them is parsed when they have had it
+            self._ahead += data
+        else:
+            self._parse(data)
+        if self.pipeline:
+            self._read_on()
+
+    def _parse(self, data: bytes) -> None:
         head = self._num_messages if self._is_in_head else None
         super().data_received(data)
         # Counted in what arrives, since the parser keeps an unfinished line to itself; only when all of it is one head.
@@ -87,6 +129,108 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+
+    def _read_on(self) -> None:
+        """uvicorn stops reading when a request has to wait for its turn; here only too much behind it does."""
+        if self.transport.is_closing():
+            return
+        if len(self._ahead) <= MAX_AHEAD_BYTES:
+            self.flow.resume_reading()
+        else:
+            self.flow.pause_reading()
+            if not self._is_half_closed:
+                self._look_in(PAUSED_LOOK_SECONDS)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # starts the next request, if one waits
+        if self._ahead and not self.pipeline and not self.transport.is_closing():
+            data, self._ahead = bytes(self._ahead), bytearray()
+            self.data_received(data)
+        if self._is_half_closed and not self._owes_answer:
+            self.transport.close()
+
+    @property
+    def _owes_answer(self) -> bool:
+        """A request that has arrived whole is not answered yet."""
+        return self._running is not None and not self._running.response_complete and not self._running.more_body
+
+    # --- a client that sends nothing more -----------------------------------------------------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's own type; uvicorn always closes
+        """True keeps the connection open for an answer."""
+        if self.transport.is_closing() or not self._owes_answer:
+            return False
+        if not self._is_half_closed:
+            self._end_of_input()
+        return True
+
+    def _end_of_input(self) -> None:
+        self._is_half_closed = True
+        if _UNANSWERED_OPTION is not None:
+            with contextlib.suppress(OSError):
+                connection: socket.socket = self.transport.get_extra_info("socket")
+                connection.setsockopt(socket.IPPROTO_TCP, _UNANSWERED_OPTION, UNANSWERED_SECONDS * 1000)
+        assert self._running is not None
+        if self._running.response_started:
+            self._probe()
+        else:
+            self._look_seconds = PROBE_SECONDS
+            self._look_in(GRACE_SECONDS)
+
+    def _probe(self) -> None:
+        """Write what only a client that has left answers, with a reset; and look for that."""
+        cycle = self._running
+        assert cycle is not None
+        if cycle.response_started:
+            if cycle.scope["method"] == "HEAD" or self.flow.write_paused:
+                pass  # what waits to be sent does as well
+            elif cycle.chunked_encoding:
+                self.transport.write(b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE))
+            elif isinstance(cycle.expected_content_length, _UntilClose):
+                self.transport.write(KEEP_ALIVE)
+        elif cycle.scope["http_version"] == "1.1":
+            self.transport.write(_INTERIM)
+        else:
+            self.transport.close()
+            return
+        self._look_seconds = FIRST_LOOK_SECONDS
+        self._look_in(self._look_seconds)
+
+    def _look_in(self, seconds: float) -> None:
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        self._look_timer = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Ask the socket whether the client has left; at the end of the looks after a probe, probe again."""
+        self._look_timer = None
+        if self.transport.is_closing() or not self._owes_answer:
+            return
+        events = self._socket_events()
+        if events & _RESET:
+            self.transport.abort()
+        elif self._is_half_closed:
+            self._look_seconds *= 2
+            if self._look_seconds > PROBE_SECONDS:
+                self._probe()
+            else:
+                self._look_in(self._look_seconds)
+        elif events & _FIN:
+            self._end_of_input()
+        elif self.flow.read_paused:
+            self._look_in(PAUSED_LOOK_SECONDS)
+
+    def _socket_events(self) -> int:
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket").fileno(), _FIN)
+        found = asked.poll(0)
+        return found[0][1] if found else 0
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -158,4 +302,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_too_slow(self) -> None:
         self._timer = None
-        self.transport.close()
+        if self._running is not None and not self._running.response_complete:
+            self._arm(self.head_seconds)  # a head behind a running request has time until that is answered
+        else:
+            self.transport.close()

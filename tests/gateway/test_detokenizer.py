@@ -77,6 +77,14 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert whole(ids, ("stop",), min_tokens=4) == "stop and "
 
 
+@pytest.mark.case("T1")
+def test_the_last_of_min_tokens_is_not_looked_at() -> None:
+    """A stop of one letter, so that the one token at the edge could complete it."""
+    assert whole(byte_ids("ab"), ("a",), min_tokens=1) == "".join(streamed(byte_ids("ab"), ("a",), 1)) == "ab"
+    assert whole(byte_ids("ab"), ("b",), min_tokens=1) == "a", "the first token after them is"
+    assert whole(byte_ids("ab"), ("ab",), min_tokens=1) == "ab", "nor is a stop string that begins in them"
+
+
 def test_the_table_spells_what_the_tokenizer_spells() -> None:
     text = "the scales weigh what each team was given, naïve 😀\tend"
     ids = TOKENIZER.encode_text(text, room=2048)

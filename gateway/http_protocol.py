@@ -15,17 +15,19 @@
   responses go before the final one), inside an event stream a comment. Every body of unknown length here is an event
   stream, sent in whole lines. HTTP/1.0 has no interim responses: there the FIN means leaving, shortly after it.
 - While a request is being answered the socket is read on, whatever waits behind the request, or nobody would hear that
-  the client has left. What cannot be parsed yet is kept, up to a limit. Above it reading stops, and the socket is
-  asked now and then.
+  the client has left. What cannot be parsed yet is kept, up to a limit. Above it reading stops, and the client is
+  probed in the same way: a FIN behind bytes that nobody takes in does not even arrive.
 """
 
 import asyncio
 import contextlib
 import select
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
@@ -36,14 +38,11 @@ HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the
 MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body that has been answered already
 DROP_SECONDS = 30.0  # to the end of such a body
 MAX_AHEAD_BYTES = 64 * 1024  # kept of what comes behind a request that waits for its turn
-PAUSED_LOOK_SECONDS = 0.5  # between two looks at a socket that is not read because of that
 GRACE_SECONDS = 0.1  # from a FIN to the first interim response: short calls are answered by then
 FIRST_LOOK_SECONDS = 0.001  # from a probe to the first look for a reset; each further look waits twice as long
 PROBE_SECONDS = 10.0  # a look that would wait longer is a new probe
 UNANSWERED_SECONDS = 20  # a host that does not answer a probe at all is gone
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_RESET = select.POLLERR | select.POLLHUP
-_FIN = getattr(select, "POLLRDHUP", 0)  # Linux
 _UNANSWERED_OPTION: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
 
 
@@ -63,6 +62,18 @@ class _UntilClose(int):
         return True
 
     __hash__ = int.__hash__
+
+
+class _Flow(FlowControl):
+    """Reading that stays stopped while too much is kept of what waits, whoever asks for more."""
+
+    def __init__(self, transport: asyncio.Transport, ahead: Callable[[], int]) -> None:
+        super().__init__(transport)
+        self._num_ahead_bytes = ahead
+
+    def resume_reading(self) -> None:
+        if self._num_ahead_bytes() <= MAX_AHEAD_BYTES:
+            super().resume_reading()
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -95,12 +106,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
         self._ahead = bytearray()  # behind the requests that wait for their turn, not parsed yet
+        self._refusal: GatewayError | None = None  # of what has come behind them and cannot be read
         self._is_half_closed = False  # the client has sent its last byte
         self._look_seconds = 0.0
         self._look_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: len(self._ahead))
         self._arm(self.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,12 +127,17 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.pipeline:  # requests wait for their turn: what comes behind them is parsed when they have had it
-            self._ahead += data
-        else:
+        if self._is_parsing:
             self._parse(data)
-        if self.pipeline:
+        else:
+            self._ahead += data
+        if not self._is_parsing:
             self._read_on()
+
+    @property
+    def _is_parsing(self) -> bool:
+        """False while requests wait for their turn: what comes behind them is parsed when they have had it."""
+        return not self.pipeline and self._refusal is None
 
     def _parse(self, data: bytes) -> None:
         head = self._num_messages if self._is_in_head else None
@@ -128,7 +146,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_in_head and head == self._num_messages and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+                self._refuse_in_turn(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
 
     def _read_on(self) -> None:
         """uvicorn stops reading when a request has to wait for its turn; here only too much behind it does."""
@@ -136,15 +154,18 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if len(self._ahead) <= MAX_AHEAD_BYTES:
             self.flow.resume_reading()
-        else:
-            self.flow.pause_reading()
-            if not self._is_half_closed:
-                self._look_in(PAUSED_LOOK_SECONDS)
+            return
+        self.flow.pause_reading()
+        if self._look_timer is None and self._owes_answer:
+            self._begin_probing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # starts the next request, if one waits
-        if self._ahead and not self.pipeline and not self.transport.is_closing():
+        if self._refusal is not None and not self._owes_answer:
+            self._refuse(self._refusal)
+        if self._ahead and self._is_parsing and not self.transport.is_closing():
             data, self._ahead = bytes(self._ahead), bytearray()
+            self.flow.resume_reading()
             self.data_received(data)
         if self._is_half_closed and not self._owes_answer:
             self.transport.close()
@@ -161,11 +182,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or not self._owes_answer:
             return False
         if not self._is_half_closed:
-            self._end_of_input()
+            self._is_half_closed = True
+            self._begin_probing()
         return True
 
-    def _end_of_input(self) -> None:
-        self._is_half_closed = True
+    def _begin_probing(self) -> None:
         if _UNANSWERED_OPTION is not None:
             with contextlib.suppress(OSError):
                 connection: socket.socket = self.transport.get_extra_info("socket")
@@ -190,7 +211,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.write(KEEP_ALIVE)
         elif cycle.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM)
-        else:
+        elif self._is_half_closed:
             self.transport.close()
             return
         self._look_seconds = FIRST_LOOK_SECONDS
@@ -206,25 +227,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._look_timer = None
         if self.transport.is_closing() or not self._owes_answer:
             return
-        events = self._socket_events()
-        if events & _RESET:
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket").fileno(), 0)  # resets are told of unasked
+        if asked.poll(0):
             self.transport.abort()
-        elif self._is_half_closed:
+        elif self._is_half_closed or self.flow.read_paused:
             self._look_seconds *= 2
             if self._look_seconds > PROBE_SECONDS:
                 self._probe()
             else:
                 self._look_in(self._look_seconds)
-        elif events & _FIN:
-            self._end_of_input()
-        elif self.flow.read_paused:
-            self._look_in(PAUSED_LOOK_SECONDS)
-
-    def _socket_events(self) -> int:
-        asked = select.poll()
-        asked.register(self.transport.get_extra_info("socket").fileno(), _FIN)
-        found = asked.poll(0)
-        return found[0][1] if found else 0
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -282,7 +294,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
-            self._refuse(BadRequest(msg, code="invalid_http"))
+            self._refuse_in_turn(BadRequest(msg, code="invalid_http"))
+
+    def _refuse_in_turn(self, error: GatewayError) -> None:
+        """Refuse what cannot be read, but behind the answers to the requests before it."""
+        if self._owes_answer:
+            self._refusal = error
+        else:
+            self._refuse(error)
 
     def _refuse(self, error: GatewayError) -> None:
         body = error.encode("")

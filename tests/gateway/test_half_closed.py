@@ -218,7 +218,8 @@ BEHIND: dict[str, Callable[[Gateway], bytes]] = {
 async def test_a_departure_is_heard_whatever_waits_behind(
     stream: bool, behind: str, in_one_packet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "PROBE_SECONDS", 0.3)  # after a long time where reading has stopped
+    monkeypatch.setattr(http_protocol, "PROBE_SECONDS", 0.1)  # after a long time where reading has stopped
+    monkeypatch.setattr(http_protocol, "GRACE_SECONDS", 0.01)
     async with gateway(tcp=True) as g:
         first, rest = request_bytes(g, stream=stream), BEHIND[behind](g)
         async with client(g, first + rest if in_one_packet else first) as (_, writer):

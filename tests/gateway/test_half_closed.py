@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gateway import http_protocol
+from gateway.app import HttpSettings
 from gateway.http_protocol import MAX_AHEAD_BYTES, HttpProtocol
 from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
@@ -241,7 +242,8 @@ async def test_a_departure_is_heard_whatever_waits_behind(
 @pytest.mark.case("H23")
 @streaming_or_not
 async def test_who_stays_gets_every_answer_in_order(stream: bool) -> None:
-    async with gateway(tcp=True) as g:
+    # Prepared here: a process of its own would need the files of a model.
+    async with gateway(settings=HttpSettings(process_above_bytes=1 << 20), tcp=True) as g:
         last = PROBE.replace(b"host", b"connection: close\r\nhost")
         bodies = [request_bytes(g, text="x" * size, stream=stream, max_tokens=1) for size in (10, 500_000, 10)]
         async with client(g, bodies[0]) as (reader, writer):

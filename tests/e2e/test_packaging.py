@@ -62,6 +62,7 @@ def test_the_wheel_has_our_packages_and_their_data_and_no_tests(wheel: Path) -> 
         assert name in names, name
     assert any(name.startswith("migrations/versions/") and name != "migrations/versions/__init__.py" for name in names)
     assert any(name.endswith("entry_points.txt") for name in names)
+    assert not any(name.endswith(".patch") for name in names)
 
 
 def test_serve_runs_from_the_installed_wheel(

@@ -120,6 +120,7 @@ class ArrivalOrder:
     def leave(self, seq_id: int, now_us: int) -> None:
         assert not self.is_picking
         del self.live[seq_id]
+        self.away.discard(seq_id)
 
     def level(self, seq_id: int) -> int:
         return self.live[seq_id].start_level

@@ -68,6 +68,9 @@ class Bench:
         )
         outcome = self.scheduler.apply(plan, result, self.now_us)
         self.scheduler.check()
+        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
+        away = {one.seq_id for one in self.scheduler.sequences.values() if one.status in moving}
+        assert self.policy.away == away, "the policy knows who cannot run"
         return outcome
 
     def step(self, **kwargs: object) -> StepPlan:

@@ -73,6 +73,21 @@ def test_a_copy_that_is_given_up_is_computed_again() -> None:
         assert bench.scheduler.memory.device.num_free == bench.scheduler.memory.host.num_free == 6
 
 
+@pytest.mark.parametrize("is_out", [True, False])
+def test_when_a_copy_fails_the_policy_knows_it_is_not_away(is_out: bool) -> None:
+    bench, _first, second = swapped_pair()
+    if is_out:
+        bench = Bench(blocks=6, host=6, max_batch_size=2)
+        _first, second = bench.add(8, 12), bench.add(8, 12, team_id=1)
+    plan = bench.plan()
+    while not (plan.copies_out if is_out else plan.copies_in):
+        bench.apply(plan)
+        plan = bench.plan()
+    assert bench.policy.away == {second.seq_id}
+    bench.apply(plan, done=(), failed=[copy.copy_id for copy in (*plan.copies_out, *plan.copies_in)])
+    assert second.status is Status.DROPPED and bench.policy.away == set()
+
+
 @pytest.mark.case("K09")
 def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() -> None:
     bench, _first, second = dropped_pair()

@@ -22,9 +22,9 @@ class Bench:
         self.policy.configure([TeamTerms(0), TeamTerms(1)], 0)
         self.now_us = 0
 
-    def add(self, prompt: int, output: int, **sampling: object) -> int:
+    def add(self, prompt: int, output: int, *, team_id: int = 0, **sampling: object) -> int:
         params = SamplingParams(**{"max_tokens": output, **sampling})  # type: ignore[arg-type]
-        request = Request(f"r{self.scheduler.num_live}", 0, 0, tuple(range(prompt)), params, self.now_us)
+        request = Request(f"r{self.scheduler.num_live}", team_id, 0, tuple(range(prompt)), params, self.now_us)
         return self.scheduler.add(request, self.now_us).seq_id
 
     def plan(self) -> StepPlan:
@@ -177,6 +177,57 @@ def test_there_is_one_reservation_and_it_goes_to_the_first_refused_more_than_six
     plan = bench.step()
     assert [row.seq_id for row in plan.rows] == [large]
     assert bench.scheduler.reserved_for == larger, "refused as often, and the next in order"
+
+
+def test_when_a_sequence_ends_the_refused_ones_that_fit_are_told() -> None:
+    """A policy that counts a team as unable to run does not try it again behind better levels unless it hears so."""
+    heard: list[int] = []
+
+    class Listening(ArrivalOrder):
+        def fits_again(self, seq_id: int) -> None:
+            super().fits_again(seq_id)  # not while it picks
+            heard.append(seq_id)
+
+    bench = Bench(blocks=4, block_size=4)
+    bench.policy = bench.scheduler.policy = Listening()
+    bench.policy.configure([TeamTerms(0), TeamTerms(1)], 0)
+    first = bench.add(4, 8)  # 3 blocks
+    large, larger = bench.add(4, 8, team_id=1), bench.add(4, 12, team_id=1)
+    bench.step(), bench.step()
+    assert bench.policy.refused == [large, larger] and heard == []
+    bench.scheduler.end(first, "abort", bench.now_us)
+    bench.plan()
+    assert heard == [large], "the oldest of its team"
+
+
+def test_when_many_steps_were_closed_a_newcomer_has_not_seen_them() -> None:
+    bench = Bench(blocks=1, block_size=256)
+    bench.add(1, 200)
+    before = bench.add(1, 200)
+    for _ in range(REFUSALS_BEFORE_RESERVATION + 4):
+        bench.step()
+    assert bench.scheduler.reserved_for == before
+    bench.scheduler.end(before, "abort", bench.now_us)
+    newcomer = bench.add(1, 200)
+    for _ in range(REFUSALS_BEFORE_RESERVATION):
+        bench.step()
+        assert bench.scheduler.reserved_for is None
+    bench.step()
+    assert bench.scheduler.reserved_for == newcomer
+
+
+def test_when_a_step_closes_after_a_refusal_it_counts_once() -> None:
+    """In each step the large one is refused by itself; then a small one takes the last block, and the step closes."""
+    bench = Bench(blocks=2, block_size=64)
+    bench.add(1, 60)
+    large = bench.add(64, 4)
+    for _ in range(REFUSALS_BEFORE_RESERVATION):
+        small = bench.add(1, 1)
+        assert [row.seq_id for row in bench.step().rows] == [0, small] and large in bench.policy.refused
+        assert bench.scheduler.reserved_for is None
+    bench.add(1, 1)
+    bench.step()
+    assert bench.scheduler.reserved_for == large
 
 
 @pytest.mark.case("K44")

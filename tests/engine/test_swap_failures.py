@@ -10,7 +10,7 @@ from engine.sim.runner import SimRunner
 from engine.swap_moves import Copies, Move
 from engine.swapping import COPY_DEADLINE_US
 from tests.engine.support import UNIT_PROFILE, Engine, submit
-from tests.engine.swap_bench import STEP_US, Bench, copied, dropped_pair, half_prompts, swapped_pair
+from tests.engine.swap_bench import STEP_US, Bench, copied, dropped_pair, half_prompts, ran, swapped_pair
 
 
 @pytest.mark.case("K05", "I15")
@@ -134,6 +134,27 @@ def test_a_copy_nobody_hears_of_again_ends_its_sequence_and_holds_up_nobody(is_o
         assert not {p[0 if is_out else 1] for p in copy.pairs} & {b for row in plan.rows for b in row.block_table}
     assert small.finish_reason == "length"
     assert not bench.scheduler.has_work and bench.scheduler.schedule(bench.now_us) is None, "nobody waits for it"
+
+
+def test_when_a_copy_out_is_lost_its_blocks_are_not_awaited() -> None:
+    """Three of 8 + 12 tokens on 9 blocks. The copy of the third out is lost; the second makes room at once."""
+    bench = Bench(blocks=9, host=9, max_batch_size=3)
+    first, second, third = (bench.add(8, 12, team_id=team_id) for team_id in range(3))
+    plan = bench.plan()
+    while not plan.copies_out:
+        bench.apply(plan)
+        plan = bench.plan()
+    assert copied(plan.copies_out) == [(third.seq_id, 3)] and bench.scheduler.memory.num_incoming == 3
+    bench.apply(plan, done=())
+    for _ in range(3):
+        bench.step(done=())
+    bench.now_us += COPY_DEADLINE_US
+    assert bench.scheduler.expire(bench.now_us) == [third]
+    assert bench.scheduler.memory.num_incoming == 0
+    plan = bench.plan()
+    assert copied(plan.copies_out) == [(second.seq_id, 3)], "what the lost copy was to free will never come"
+    bench.apply(plan)
+    assert ran(bench.step()) == [first.seq_id]
 
 
 @pytest.mark.case("K10")

@@ -6,6 +6,8 @@ import pytest
 
 from engine.plan import StepPlan
 from engine.request import Status
+from engine.swap_moves import Copies, Move
+from engine.swapping import AWAY_TRIED
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from tests.engine.support import Engine, submit, team
@@ -195,12 +197,81 @@ def test_a_swapped_one_refused_more_than_sixteen_times_holds_the_reservation() -
     for index in range(100):
         if index % 2 == 0:  # one always ends before the last has: the room for 3 blocks is never there by itself
             bench.policy.order.append(bench.add(4, 7, team_id=2).seq_id)
-        bench.step()
+        plan = bench.plan()
+        if second.status is Status.SWAPPING_IN:
+            break
+        bench.apply(plan)
         if bench.scheduler.reserved_for == second.seq_id:
             held.append(index)
-        if second.status is not Status.SWAPPED:
-            break
-    assert held and second.status is Status.PAUSED and second.num_swaps == 1
+    assert held and copied(plan.copies_in) == [(second.seq_id, 3)]
+    assert bench.scheduler.reserved_for is None, "it has its blocks"
+    assert [bench.scheduler.sequences[i].first_step_us for i in ran(plan)] == [bench.now_us], (
+        "a new one starts beside it"
+    )
+    bench.apply(plan)
+    assert second.status is Status.PAUSED and second.num_swaps == 1
+
+
+@pytest.mark.parametrize(("num_early", "factor"), [(3, 1), (4, 2)])
+def test_when_uploads_go_out_soon_again_then_the_guards_double(num_early: int, factor: int) -> None:
+    """A small one leads, so that it stays; beside it there is room for one of two that take turns. So many of their 32
+    uploads are moved out again within 2m = 8 steps.
+    """
+    bench = Bench(blocks=5, host=20, block_size=512, max_batch_size=1, swap_min_run_steps=4, swap_benefit=1)
+    leader = bench.add(1, 511)
+    for _ in range(250):
+        bench.step()
+    pair = [bench.add(1025, 511), bench.add(1025, 511)]  # 3 blocks each
+    for one in pair:
+        bench.policy.order = [one.seq_id]
+        bench.until(one, Status.RUNNING)
+        while one.is_half:
+            bench.step()
+    planner = bench.scheduler._swaps._planner  # type: ignore[union-attr]
+    num_uploads = 0
+    while num_uploads < 32:
+        assert (planner.gamma, planner.min_run_steps) == (1, 4)
+        (away,) = [one for one in pair if one.status is Status.SWAPPED]
+        bench.policy.order = [away.seq_id, *(one.seq_id for one in pair if one is not away)]
+        bench.until(away, Status.PAUSED)
+        num_uploads += 1
+        for _ in range(4 if num_uploads <= num_early else 10):
+            bench.step()
+    assert (planner.gamma, planner.min_run_steps) == (factor, 4 * factor)
+    assert leader.num_swaps == 0
+
+
+def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
+    """17 on the host, the last of them of another team: 16 are refused one by one, and the last with all the rest."""
+    bench = Bench(blocks=20, host=40, block_size=64, max_batch_size=32, memory_preemption="reactive")
+    small = [bench.add(1, 60, team_id=0 if index < AWAY_TRIED else 2) for index in range(AWAY_TRIED + 1)]
+    bench.step()
+    copies, swaps = Copies(), bench.scheduler._swaps
+    assert swaps is not None
+    moves = [Move("out", one.seq_id, one.request.team_id) for one in small]
+    swaps._carry_out(bench.policy, moves, copies, bench.scheduler.num_steps)
+    bench.step(done=[copy.copy_id for copy in copies.out])
+    large = bench.add(20 * 64 - 40, 40, team_id=1)  # the whole device
+    bench.policy.order = [large.seq_id]
+    bench.until(large, Status.RUNNING)
+    asked: list[set[int]] = []
+    bench.policy.claimant = lambda team_ids, holder: asked.append(set(team_ids))  # type: ignore[method-assign, assignment, func-returns-value]
+    while not asked:
+        bench.step()
+        assert bench.policy.refused[-1] == small[-1].seq_id and small[-1].num_refusals == 0
+    assert asked == [{0, 2}]
+
+
+@pytest.mark.parametrize("to_edge", range(6))
+def test_the_reserve_is_what_the_next_four_steps_take(to_edge: int) -> None:
+    """Block size 8; two sequences have `to_edge` tokens of room in their blocks, one of them with one token to go."""
+    bench = Bench(blocks=12, host=12, block_size=8)
+    both = [bench.add(16 - to_edge, 20), bench.add(16 - to_edge, 2)]
+    bench.step()
+    view = bench.scheduler._swaps.view  # type: ignore[union-attr]
+    assert [len(one.table.blocks) * 8 - one.num_computed for one in both] == [to_edge, to_edge]
+    assert view.reserve(both) == (to_edge < 4) + (to_edge < 2)
+    assert view.reserve(both[1:]) == (to_edge < 2), "no further than to its end"
 
 
 def test_the_core_runs_plans_without_rows_and_its_messages_say_where_kv_is() -> None:

@@ -19,10 +19,10 @@ def enst(driver: Driver, *seq_ids: int, slots: int = 2) -> list[tuple[int, float
     return [(turn.seq_id, turn.enst_us / UNIT) for turn in turns]
 
 
-def four(d_team: int = A) -> tuple[Driver, int, int, int, int]:
+def four(d_team: int = A, *, theta: int = 0, weight: int = 1) -> tuple[Driver, int, int, int, int]:
     """O11's: a at level 0, b at 1, c and d at 2; at time 8, c starves in 9 units and d in 1."""
-    weights = {A: 1} if d_team == A else {A: 1, B: 1}
-    settings = config((1, 2, 4), theta=0, u=6, promotion_percent=20, grant_us=UNIT)
+    weights = {A: weight} if d_team == A else {A: weight, B: 1}
+    settings = config((1, 2, 4), theta=theta, u=6, promotion_percent=20, grant_us=UNIT)
     driver = Driver(settings, weights, slots=2, alpha=9)
     d = driver.add(d_team, 0, 9, level=2, label="d")
     driver.now = 8
@@ -57,6 +57,25 @@ def test_a_locked_out_team_comes_last() -> None:
     # Its team has one slot of the two: c waits for the 1 + 2 of a and the 2 of b.
     assert (turns[b], turns[c]) == (1, 5)
     assert [seq_id for seq_id, _ in enst(driver, b, c, d)] == [b, c, d]
+
+
+@pytest.mark.case("O11")
+@pytest.mark.parametrize(
+    ("weight", "theta", "turn"),
+    [(1, 0, 6), (1, 2, 4), (1, 5, 1), (1, 6, 0), (1, 7, 0), (2, 0, 12), (2, 2, 8), (2, 6, 0)],
+)
+def test_a_locked_out_team_waits_for_what_is_above_the_band(weight: int, theta: int, turn: int) -> None:
+    """d's team is 6 ahead, and Theta of that is allowed: T_gate = (6 - Theta) x the others' weight. Then it is next."""
+    driver, _, _, _, d = four(B, theta=theta, weight=weight)
+    policy = driver.policy
+    policy.begin(8 * UNIT)
+    while (best := policy.best()) is not None and best != d:
+        policy.refuse(best)
+    policy.take(d, UNIT)
+    policy.settle([Served(d, UNIT, 6 * UNIT, True)], 8 * UNIT)
+    lags = policy.lags()
+    assert lags[B] - lags[A] == 6 * UNIT
+    assert dict(enst(driver, d)) == {d: turn}
 
 
 def test_the_last_level_counts_as_much_as_was_attained() -> None:

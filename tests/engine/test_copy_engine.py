@@ -87,7 +87,6 @@ def test_the_synchronous_engine_is_done_with_its_copies_at_once_and_out_goes_bef
     assert same_bits(device_pool[5], before[0])
 
 
-@pytest.mark.case("K01", "K03")
 def test_the_chaos_engine_copies_late_poisons_what_is_not_there_and_says_so_only_then(pools: Pools) -> None:
     """The control of every test that uses it: an early reader, or an early new owner, meets NaN."""
     device_pool, host_pool = pools

@@ -88,7 +88,6 @@ def test_odd_widths_and_head_counts_keep_the_promise(tmp_path: Path, native: boo
         check_schedules(runner, jobs, 10, seed=6)
 
 
-@pytest.mark.case("K20", "K14")
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_a_pause_at_a_block_edge_changes_nothing(runner: RecordingRunner, length: int) -> None:
     """Paused in the middle of its prompt and after each token, another sequence runs in between."""

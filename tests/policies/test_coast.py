@@ -112,7 +112,6 @@ def test_a_coasting_head_shows_the_level_it_is_in(coast: bool) -> None:
     assert first == ([["B"], ["A"]] if coast else [["A new"], ["B"]])
 
 
-@pytest.mark.case("I14")
 def test_with_one_level_coasting_changes_nothing() -> None:
     """K = 1: arrival is the order already, and there is no worse level to show."""
     for seed in range(60):

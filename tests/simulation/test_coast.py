@@ -233,7 +233,6 @@ def test_the_setting_switches_it_off() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.case("O17b")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(before=newcomers, after=newcomers)
 def test_both_ways_of_refusing_pick_the_same_while_teams_coast(

@@ -109,7 +109,7 @@ def test_lent_slots_come_back_at_the_next_step_and_nobody_is_ended_for_it(theta:
     assert all(len(line.starts(name)) == 41 for name in line.done), "nothing is computed twice"
 
 
-@pytest.mark.case("K15", "K17")
+@pytest.mark.case("K15")
 @pytest.mark.parametrize("policy", [EgMlfq(quanta(10, 10_000)), EgMlfq(quanta(4, 1, 10_000))])
 def test_a_request_preempted_every_few_tokens_has_the_tokens_and_the_end_of_one_alone(policy: Policy) -> None:
     def play(others: int, policy: Policy) -> tuple[list[int], Finished]:

@@ -73,7 +73,6 @@ class Pair:
         return first, second
 
 
-@pytest.mark.case("O17b")
 @pytest.mark.parametrize("name", ["eg-mlfq", "fcfs"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(before=newcomers, after=newcomers, num_closed=st.integers(1, 6))

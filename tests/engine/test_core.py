@@ -296,7 +296,6 @@ def test_a_team_that_vanishes_is_refused_but_its_requests_go_on() -> None:
     assert ends(engine.run()) == {"a": "length"}
 
 
-@pytest.mark.case("K33")
 def test_four_sequences_of_one_prompt_all_end_in_a_full_pool() -> None:
     engine = Engine(blocks=8, block_size=4, max_batch_size=3)
     for index in range(4):

@@ -383,8 +383,7 @@ def test_a_request_that_fills_the_pool_alone_runs_to_its_end() -> None:
     assert sequence.finish_reason == "length" and sequence.num_preemptions == 0 and steps == 2 + 6
 
 
-@pytest.mark.case("K34")
-def test_five_long_prompts_of_a_quarter_pool_do_not_thrash() -> None:
+def test_when_kv_cannot_be_taken_back_nobody_is_displaced() -> None:
     bench = Bench(blocks=16, block_size=4, prefill_chunk_tokens=8, max_batch_size=5)
     sequences = [bench.scheduler.sequences[bench.add(15, 4)] for _ in range(5)]
     while bench.scheduler.num_live:
@@ -393,7 +392,6 @@ def test_five_long_prompts_of_a_quarter_pool_do_not_thrash() -> None:
     assert sum(s.num_preemptions for s in sequences) == 0
 
 
-@pytest.mark.case("K18")
 def test_two_requests_of_sixty_percent_of_the_pool_each_run_one_after_the_other() -> None:
     def steps_of(num_requests: int) -> int:
         engine = Engine(blocks=10, block_size=4)

@@ -11,7 +11,7 @@ from engine.copy_engine import SyncCopy
 from engine.kv_canary import KVCanary
 from engine.messages import SamplingParams
 from engine.model_store import SMOLLM2, prepare
-from engine.plan import BlockCopy, StepPlan
+from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.tiny import VOCAB_SIZE, write_tiny_model
 from tests.engine.chaos_copy import ChaosCopy
 from tests.engine.random_order import RandomOrder
@@ -190,6 +190,47 @@ def test_the_scheduler_over_a_fence_that_is_ignored_changes_tokens(small: Record
     use_chaos(small, random.Random(24), is_fenced=False)
     engine = make_engine(small)
     assert engine.run(jobs) != alone
+
+
+@pytest.mark.case("K14")
+@pytest.mark.parametrize("mode", ["proactive", "none"])
+def test_when_preempted_in_a_chunk_it_goes_on_from_there(
+    tiny_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slot, chunks of 32 tokens and steps of 5: prompts are left inside a chunk, for a random other sequence."""
+    runner = make_runner(tiny_path, torch.bfloat16, num_blocks=14, num_host_blocks=128)
+    jobs = random_jobs(random.Random(71), 16, vocab=VOCAB_SIZE, max_prompt=60, max_output=10)
+    alone = [run_alone(runner, job).output for job in jobs]
+    use_chaos(runner, random.Random(72))
+    engine = make_engine(runner, "random-order", memory_preemption=mode, max_batch_size=1, max_batch_tokens=5)
+    for number, job in enumerate(jobs):
+        engine.add(str(number), job)
+    live, entry, swaps = engine.scheduler.sequences, engine.scheduler._entry, engine.scheduler._swaps
+    computed: dict[int, list[int]] = {}  # the positions of the tokens that each sequence was given rows for
+    execute = engine.runner.execute
+
+    def noting(plan: StepPlan) -> StepResult:
+        for row in plan.rows:
+            computed.setdefault(row.seq_id, []).extend(range(row.start, row.start + len(row.token_ids)))
+        return execute(plan)
+
+    monkeypatch.setattr(engine.runner, "execute", noting)
+    in_a_chunk: set[int] = set()
+    while engine.core.has_work:
+        before = {seq_id: (one.num_computed, one.num_preemptions) for seq_id, one in live.items()}
+        engine.step()
+        assert min(entry.num_claimed, entry.num_half, entry.kept) >= 0
+        assert swaps is None or min(swaps.view.num_promised, swaps.num_dropped) >= 0
+        for seq_id, one in live.items():
+            start, num_preemptions = before.get(seq_id, (0, 0))
+            if one.is_half and start % 32 and one.num_preemptions > num_preemptions:
+                in_a_chunk.add(seq_id)
+    engine.check_empty()
+    assert len(in_a_chunk) >= 5
+    for number, job in enumerate(jobs):
+        assert computed[number] == list(range(len(job.prompt) + job.num_output - 1)), "each once, and in order"
+    assert [engine.ids[str(number)] for number in range(len(jobs))] == alone
+    assert all(one.reason == "length" and one.num_recomputes == 0 for one in engine.finished.values())
 
 
 @pytest.mark.case("K07", "K10")

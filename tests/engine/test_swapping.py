@@ -102,6 +102,36 @@ def test_it_comes_back_when_there_is_room_and_goes_on_where_it_was() -> None:
     assert row.seq_id == 1 and row.start == at and row.is_decode
 
 
+@pytest.mark.case("K26")
+def test_when_the_slot_is_taken_a_finished_load_still_lands() -> None:
+    """One slot. A load is over while newcomers of a better rank hold the slot; it is noticed at once, and the sequence
+    runs as soon as the slot is free, without another load.
+    """
+    bench = Bench(blocks=8, host=8, max_batch_size=1)
+    grower, loaded = bench.add(8, 24), bench.add(8, 12, team_id=1)
+    for sequence in (grower, loaded):
+        bench.policy.order = [sequence.seq_id]
+        assert ran(bench.step()) == [sequence.seq_id]
+    bench.policy.order = [grower.seq_id]
+    bench.until(loaded, Status.SWAPPED)
+    bench.scheduler.end(grower.seq_id, "abort", bench.now_us)
+    plan = bench.plan()
+    assert plan.rows == () and copied(plan.copies_in) == [(loaded.seq_id, 2)]
+    bench.apply(plan, done=())
+    newcomers = [bench.add(4, 4) for _ in range(2)]
+    bench.policy.order = [one.seq_id for one in newcomers]
+    assert ran(bench.step(done=())) == [newcomers[0].seq_id] and loaded.status is Status.SWAPPING_IN
+    assert ran(bench.step(done=[copy.copy_id for copy in plan.copies_in])) == [newcomers[0].seq_id]
+    assert loaded.status is Status.PAUSED and bench.scheduler.num_swapped == 0
+    order = []
+    while bench.scheduler.num_live:
+        plan = bench.step()
+        assert plan.copies_in == plan.copies_out == ()
+        order += ran(plan)
+    assert order == [newcomers[0].seq_id] * 2 + [newcomers[1].seq_id] * 4 + [loaded.seq_id] * 11
+    assert loaded.finish_reason == "length" and loaded.num_swaps == 1
+
+
 def test_with_only_copies_in_flight_the_plan_is_to_wait() -> None:
     bench, first, second = swapped_pair()
     bench.scheduler.end(first.seq_id, "abort", bench.now_us)

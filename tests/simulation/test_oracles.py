@@ -171,7 +171,6 @@ def test_a_hundred_requests_at_once_do_not_pass_the_other_teams_one() -> None:
     assert Timeline(Fcfs(PolicyConfig(levels=1)), jobs).starts("A") == [100]
 
 
-@pytest.mark.case("K26")
 def test_one_slot_and_a_resident_sequence_behind_new_ones_makes_progress() -> None:
     jobs = [Job("long", 0, 1, 20, team_id=0, level=2)]
     jobs += [Job(f"new{i}", 1 + 2 * i, 1, 0, team_id=0, level=0) for i in range(15)]

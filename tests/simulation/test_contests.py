@@ -1,5 +1,6 @@
 """Teams against each other over many steps: floors, bursts, tiers under load, and what a preempted request gets."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,7 @@ from policies.eg_mlfq import EgMlfq
 from policies.policy import Policy
 from policies.tiers import DEFAULT_TIERS
 from tests.engine.support import Engine, submit
-from tests.simulation.test_gaming import HONEST, PROFILE, Ask, Contest, forever
+from tests.simulation.test_gaming import HONEST, PROFILE, Ask, Contest, Outcome, forever
 from tests.simulation.test_oracles import PROFILE as UNITS
 from tests.simulation.test_oracles import Job, Timeline, quanta
 
@@ -37,16 +38,25 @@ TEAMS = (on_tier(GOLD, "gold"), on_tier(BRONZE, "bronze"))
 
 @pytest.mark.case("G54")
 def test_saturating_gold_leaves_bronze_its_floor_and_its_bound() -> None:
-    gold = [forever(Ask(200, 100)) for _ in range(64)]
-    contest = Contest({GOLD: gold, BRONZE: [forever(Ask(50, 20)) for _ in range(8)]}, teams=TEAMS)
+    """Gold's requests end with their first step, so they never sink to bronze's level: by levels gold always goes first."""
+
+    def clients() -> dict[int, list[Iterator[Ask]]]:
+        return {GOLD: [forever(Ask(50, 1)) for _ in range(64)], BRONZE: [forever(Ask(50, 20)) for _ in range(8)]}
+
+    def share(outcomes: dict[int, Outcome]) -> float:
+        return outcomes[BRONZE].device_us / sum(outcome.device_us for outcome in outcomes.values())
+
+    contest = Contest(clients(), teams=TEAMS)
     outcomes = contest.run()
-    total_us = sum(outcome.device_us for outcome in outcomes.values())
-    assert outcomes[BRONZE].device_us / total_us >= Fraction(1, 5) * Fraction(98, 100), "its weight is 1 of 5"
+    assert share(outcomes) >= Fraction(1, 5) * Fraction(97, 100), "its weight is 1 of 5"
     # While a team waits, another may get Theta + 2u per unit of weight ahead of it; all of them together, that times
     # the weights. (`docs/scheduling.md`; one more step for what ran when it came.)
     weights = TIERS["gold"].weight + TIERS["bronze"].weight
     bound_us = contest.theta_us + 2 * contest.constants.step_cost_max_us * weights
     assert outcomes[BRONZE].first_token_us and max(outcomes[BRONZE].first_token_us) <= 2 * bound_us
+    assert share(Contest(clients(), teams=TEAMS, is_gated=False).run()) < 0.03, "without a gate: only promotions"
+    starved = Contest(clients(), teams=TEAMS, is_gated=False, promotion_percent=0).run()
+    assert starved[BRONZE].first_token_us == [] and starved[GOLD].device_us > 0
 
 
 @pytest.mark.case("G61")

@@ -6,7 +6,7 @@ that are about waiting, in the time to the first token of both.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -61,11 +61,11 @@ class Contest:
         teams: tuple[TeamEntry, ...] = (),
         warm_up_us: int = 0,
         blocks: int = 4096,
+        **constants_changed: object,
     ) -> None:
-        """Team 0 starts `warm_up_us` after the others."""
-        self.constants = constants = from_profile(
-            PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=256, context_len=CONTEXT_LEN
-        )
+        """Team 0 starts `warm_up_us` after the others. What is changed of the policy's constants, for controls."""
+        plain = from_profile(PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=256, context_len=CONTEXT_LEN)
+        self.constants = constants = replace(plain, **constants_changed)  # type: ignore[arg-type]
         self.clock = VirtualClock()
         self.engine = Engine(
             blocks=blocks,

@@ -38,7 +38,7 @@ TEAMS = (on_tier(GOLD, "gold"), on_tier(BRONZE, "bronze"))
 
 @pytest.mark.case("G54")
 def test_saturating_gold_leaves_bronze_its_floor_and_its_bound() -> None:
-    """Gold's requests end with their first step, so they never sink to bronze's level: by levels gold always goes first."""
+    """Gold's requests end with their first step and never sink to bronze's level: by levels gold always goes first."""
 
     def clients() -> dict[int, list[Iterator[Ask]]]:
         return {GOLD: [forever(Ask(50, 1)) for _ in range(64)], BRONZE: [forever(Ask(50, 20)) for _ in range(8)]}

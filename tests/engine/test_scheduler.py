@@ -207,7 +207,7 @@ def test_when_a_sequence_ends_the_refused_ones_that_fit_are_told() -> None:
     assert heard == [large], "the oldest of its team"
 
 
-def test_when_many_steps_were_closed_a_newcomer_has_not_seen_them() -> None:
+def test_when_many_steps_were_closed_a_newcomer_saw_none() -> None:
     bench = Bench(blocks=1, block_size=256)
     bench.add(1, 200)
     before = bench.add(1, 200)

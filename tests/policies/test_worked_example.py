@@ -168,6 +168,9 @@ def test_costs_and_levels_of_the_page() -> None:
     assert [quantum // MS for quantum in (*quanta[:3], quanta[-1])] == [50, 100, 200, 3200]
     assert "50, 100, 200, … 3,200 ms" in TEXT
     assert f"120 ms joins level {Levels(CONFIG).join_level(120 * MS, 0)}" in TEXT
+    starts = {name: Levels(CONFIG).join_level(30 * MS, terms.start_level) for name, terms in TIERS.items()}
+    assert f"30 ms joins level {starts['gold']} for gold (start level {TIERS['gold'].start_level})" in TEXT
+    assert f"and level {starts['bronze']} for bronze (start level {TIERS['bronze'].start_level})" in TEXT
     coast = CoastMode(CONFIG)
     for work in [300 * MS, 500 * MS] * 4:
         coast.complete(work)

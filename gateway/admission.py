@@ -143,6 +143,10 @@ class Claim:
         """The request was dispatched and used so many tokens."""
         self._state.leases.settle(self._reservation, tokens_used)
 
+    def amend(self, tokens_used: int | None) -> None:
+        """What the row says counts, whatever was settled before it was known; None gives everything back."""
+        self._state.leases.amend(self._reservation, tokens_used)
+
     def release(self) -> None:
         """The request was refused or never ran: give everything back, unless it has ended already."""
         if self.is_outstanding:

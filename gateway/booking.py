@@ -17,20 +17,21 @@ class Ending:
     outcome: Outcome
     finish_reason: str | None = None
     error_code: str | None = None
+    is_refusal: bool = False  # of ours: a request that never ran is then given back
 
 
 UNEXPECTED = Ending("error", error_code="internal_error")
 CLIENT_CLOSED = Ending("client_closed", error_code="client_closed")
-SHUTDOWN = Ending("shutdown", error_code="draining")
+SHUTDOWN = Ending("shutdown", error_code="draining", is_refusal=True)
 
 
 def ending_of(error: GatewayError) -> Ending:
     """The ending that an error answer stands for."""
     if error.code == "queue_timeout":
-        return Ending("timeout", error_code=error.code)
+        return Ending("timeout", error_code=error.code, is_refusal=True)
     if error.code == "draining":
         return SHUTDOWN
-    return Ending("error", error_code=error.code)
+    return Ending("error", error_code=error.code, is_refusal=error.status < 500 or error.status == 503)
 
 
 def has_run(stream: RequestStream) -> bool:
@@ -38,19 +39,38 @@ def has_run(stream: RequestStream) -> bool:
     return stream.num_tokens > 0 or stream.device_us > 0
 
 
-def tokens_used(entry: OpenEntry, stream: RequestStream, ending: Ending) -> int | None:
-    """Tokens to settle, or None when everything is to be given back.
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one request used: one number for its quota, its ledger row, the reports, the metrics and the next start.
 
-    A caller pays for its prompt and what was really generated. Who left before its first step has made a request and
-    used no tokens; whom we refused before its first step (queue timeout, engine lost, shutdown) has not even that.
-    While the engine's count is not known, what left it may have computed counts.
+    The row tells it: the outcome of a request that is given back (None in place of a Use) is in
+    `tenants.rows.GIVEN_BACK`, and its row has no tokens (`tenants.ledger_queries.IS_REQUEST`).
     """
-    if has_run(stream):
-        output = stream.finished.output_tokens if stream.finished else stream.num_tokens
-        return entry.prompt_tokens + output
-    if ending.outcome != "client_closed":
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """What the team's tokens of the minute are settled at."""
+        return self.prompt_tokens + self.output_tokens
+
+
+def use_of(entry: OpenEntry, stream: RequestStream | None, ending: Ending) -> Use | None:
+    """What the request used, or None when it is given back whole, its place in the minute too.
+
+    * A request that was in a step used its whole prompt, however far its prefill came, and the output generated.
+    * A request that never ran used no tokens. Its place in the minute stays taken if its client left it or if it
+      failed by itself; it is given back if we refused it (queue full, queue timeout, engine lost, shutdown).
+    * While the engine's word on an abandoned request is not known, its prompt counts as computed.
+    """
+    if stream is not None and has_run(stream):
+        return Use(entry.prompt_tokens, stream.finished.output_tokens if stream.finished else stream.num_tokens)
+    if ending.is_refusal:
         return None
-    return entry.prompt_tokens if stream.finished is None else 0
+    if ending.outcome == "client_closed" and stream is not None and not stream.is_over:
+        return Use(entry.prompt_tokens, 0)
+    return Use(0, 0)
 
 
 def ledger_row(
@@ -63,6 +83,9 @@ def ledger_row(
 ) -> LedgerRow:
     """The request's one row. The engine's own count wins; without it, what was received of it."""
     opened = {name: getattr(entry, name) for name in OpenEntry.__slots__}
+    use = use_of(entry, stream, ending)
+    opened["prompt_tokens"] = use.prompt_tokens if use is not None else 0
+    outcome: Outcome = "refused" if use is None and ending.outcome != "timeout" else ending.outcome
     finished = stream.finished if stream is not None else None
     if stream is None or finished is None:
         return LedgerRow(
@@ -72,7 +95,7 @@ def ledger_row(
             output_tokens=stream.num_tokens if stream is not None else 0,
             device_us=stream.device_us if stream is not None else 0,
             level_path=str(stream.level) if stream is not None and has_run(stream) else "",
-            outcome=ending.outcome,
+            outcome=outcome,
             finish_reason=ending.finish_reason,
             error_code=ending.error_code,
         )
@@ -94,7 +117,7 @@ def ledger_row(
         overhead_us=finished.overhead_us,
         longest_pause_us=finished.longest_pause_us,
         pause_bound_us=finished.pause_bound_us,
-        outcome=ending.outcome,
+        outcome=outcome,
         finish_reason=ending.finish_reason,
         error_code=ending.error_code,
     )

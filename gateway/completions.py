@@ -23,7 +23,7 @@ from engine.messages import Finished, Hello, SamplingParams, Submit
 from gateway import limits_headers
 from gateway.admission import Claim, identify, queue_timeout
 from gateway.body import check_media_type, discard_body, read_body
-from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, log_fields, tokens_used
+from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, log_fields, use_of
 from gateway.detokenizer import Detokenizer
 from gateway.disconnect import Departure
 from gateway.engine_client import RequestStream
@@ -392,10 +392,10 @@ class _Call:
 
     def _settle(self, claim: Claim, ending: Ending) -> None:
         stream, entry = self._stream, self._entry
-        if stream is None or entry is None:
-            used = 0 if self._has_called else None
-        else:
-            used = tokens_used(entry, stream, ending)
+        used: int | None = 0 if self._has_called else None
+        if claim.is_open and entry is not None:
+            use = use_of(entry, stream, ending)
+            used = None if use is None else use.tokens
         if used is None or not claim.is_outstanding:
             claim.release()
         else:
@@ -404,6 +404,8 @@ class _Call:
     def _close(self, claim: Claim, ending: Ending) -> None:
         if claim.is_open and self._entry is not None:
             now_us = self._state.clock.now_us()
+            use = use_of(self._entry, self._stream, ending)
+            claim.amend(None if use is None else use.tokens)  # the engine's count may have come after the settlement
             row = ledger_row(
                 self._entry,
                 self._stream,

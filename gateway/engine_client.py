@@ -65,6 +65,11 @@ class RequestStream:
         """Why the stream broke, if it did."""
         return self._error
 
+    @property
+    def is_over(self) -> bool:
+        """The engine will say nothing more of it: it has ended or was never taken, or the engine is gone."""
+        return self._is_over
+
     def push(self, token_ids: Iterable[int], device_us: int, level: int) -> None:
         """New tokens of one step."""
         before = len(self._unread)

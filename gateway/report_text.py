@@ -6,7 +6,7 @@ from typing import Any
 from gateway.render import cell, print_json, print_table
 from gateway.report_format import team_name, why_unbound
 
-_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown"]  # shown where there were any
+_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown", "refused"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
 _USAGE_COLUMNS = ["prompt_tokens", "output_tokens", "device_seconds"]
 _USAGE_TIMES = ["ttft_p50_seconds", "ttft_p95_seconds", "jct_p50_seconds", "jct_p95_seconds"]
@@ -22,7 +22,7 @@ def write_usage(report: Report) -> None:
     """The lines, then the total. Columns of endings and costs that nobody had are left out."""
     dimensions, total = report["by"], report["total"]
     title = _title("usage", report)
-    if not total["requests"]:
+    if not any(total[name] for name in ("requests", *_UNHAPPY)):
         print(f"{title}: no request ended in this period")
         return
     rows = [dict(row) for row in report["data"]] if dimensions else []

@@ -24,7 +24,7 @@ from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
-from tenants.ledger_queries import NOTHING, SIZE, SLOWDOWN, SUMS, TIMES, finished_within, spreads, sums
+from tenants.ledger_queries import HAS_TOKENS, NOTHING, SIZE, SLOWDOWN, SUMS, TIMES, finished_within, spreads, sums
 from tenants.periods import Period
 from tenants.samples import Reach, reach, service_by_team, summed
 from tenants.teams import GONE, team_statuses
@@ -153,7 +153,8 @@ async def _tiers(connection: AsyncConnection, period: Period) -> list[dict[str, 
 
 async def _size_classes(connection: AsyncConnection, period: Period) -> list[dict[str, Any]]:
     columns = {"wait": TIMES["queue"], "slowdown": SLOWDOWN}
-    found = await spreads(connection, {"tier": _ledger.tier, "size": SIZE}, finished_within(period), columns)
+    where = finished_within(period) & HAS_TOKENS  # a request that never ran has no size
+    found = await spreads(connection, {"tier": _ledger.tier, "size": SIZE}, where, columns)
     lines = []
     for (tier, size), (requests, spread) in found.items():
         slowdown = spread.get("slowdown", NOTHING)

@@ -105,11 +105,12 @@ class ReservationState(Enum):
 class Reservation:
     """What one request holds. Made and ended by Leases only; callers read it."""
 
-    __slots__ = ("_request_entry", "_token_entry", "identity", "state", "tokens")
+    __slots__ = ("_request_entry", "_token_entry", "identity", "state", "tokens", "tokens_used")
 
     def __init__(self, identity: Identity, request_entry: _Entry) -> None:
         self.identity = identity
         self.tokens = 0
+        self.tokens_used = 0  # once it is settled
         self.state = ReservationState.OUTSTANDING
         self._request_entry = request_entry
         self._token_entry: _Entry | None = None
@@ -298,6 +299,7 @@ class Leases:
             team.released_tokens -= surplus
         team.settled_requests += 1
         team.settled_tokens += tokens_used
+        reservation.tokens_used = tokens_used
         self._check(team)
 
     def release(self, reservation: Reservation) -> None:
@@ -311,6 +313,30 @@ class Leases:
             team.tokens.correct(reservation._token_entry, -reservation.tokens)
         team.released_requests += 1
         team.released_tokens += reservation.tokens
+        self._check(team)
+
+    def amend(self, reservation: Reservation, tokens_used: int | None) -> None:
+        """The reservation has ended, and it is known only now what it used: count that (None: nothing, no request)."""
+        assert reservation.state is not ReservationState.OUTSTANDING, f"{reservation!r} has not ended"
+        assert tokens_used is None or tokens_used >= 0, "a use is never negative"
+        team = self._teams[reservation.identity.team_id]
+        was = reservation.state is ReservationState.SETTLED
+        requests = (tokens_used is not None) - was
+        tokens = (tokens_used or 0) - reservation.tokens_used
+        if not requests and not tokens:
+            return
+        now = self._clock()
+        team.requests.sum(now)
+        team.tokens.sum(now)
+        team.requests.correct(reservation._request_entry, requests)
+        if reservation._token_entry is not None:
+            team.tokens.correct(reservation._token_entry, tokens)
+        team.settled_requests += requests
+        team.released_requests -= requests
+        team.settled_tokens += tokens
+        team.released_tokens -= tokens
+        reservation.state = ReservationState.RELEASED if tokens_used is None else ReservationState.SETTLED
+        reservation.tokens_used = tokens_used or 0
         self._check(team)
 
     def _end(self, reservation: Reservation, state: ReservationState) -> _Team:

@@ -28,6 +28,7 @@ from tenants.clock import wall_clock_us
 from tenants.database import STORE_ERRORS, Database, insert_or_ignore
 from tenants.errors import StoreUnavailable
 from tenants.journal import Journal, Replay, sync_and_close
+from tenants.ledger_queries import IS_REQUEST
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, StepSampleRow
 from tenants.rows import LedgerRow as LedgerRow
@@ -36,6 +37,7 @@ from tenants.rows import Progress as Progress
 from tenants.rows import ServiceSampleRow as ServiceSampleRow
 
 _log = logging.getLogger("terazi.ledger")
+_STEP_BACK_US = 60_000_000  # of the clock since the last run, that is taken for a correction
 _ROW_FIELDS = tuple(field.name for field in fields(LedgerRow))
 _SAMPLE_TABLES: dict[type[SampleRow], Table] = {
     ServiceSampleRow: tables.service_samples,
@@ -357,14 +359,21 @@ async def _insert(
 async def recent_use(connection: AsyncConnection, now_us: int) -> list[tuple[int, float, int]]:
     """What was admitted within the last minute, for `Leases.seed`: (team_id, age in seconds, tokens), oldest first.
 
-    Requests of the last run that never closed are in the ledger too by then, as "lost".
+    Requests of the last run that never closed are in the ledger too by then, as "lost". Requests that were given back
+    are left out, as they were before the restart. So are rows that lie in the future by more than a minute: the clock
+    was ahead when they were booked, and nobody knows how long ago that was.
     """
     t = tables.ledger.c
     since = now_us - 60_000_000
     query = (
         select(t.team_id, t.admitted_at_us, t.prompt_tokens + t.output_tokens)
         # Whoever was admitted in the window finished in it too, and that column has the index.
-        .where(t.finished_at_us > since, t.admitted_at_us > since)
+        .where(
+            t.finished_at_us > since,
+            t.admitted_at_us > since,
+            t.admitted_at_us <= now_us + _STEP_BACK_US,
+            IS_REQUEST,
+        )
         .order_by(t.admitted_at_us)
     )
     return [

@@ -9,20 +9,25 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
 from tenants.periods import Period
+from tenants.rows import GIVEN_BACK
 
 _ledger = tables.ledger.c
-OUTCOMES = ("ok", "client_closed", "timeout", "error", "lost", "shutdown")
+OUTCOMES = ("ok", "client_closed", "timeout", "error", "lost", "shutdown", "refused")
 
 # Size of a request by prompt and output tokens together: short, medium, long.
 SHORT_TOKENS_MAX = 128
 MEDIUM_TOKENS_MAX = 512
 _tokens = _ledger.prompt_tokens + _ledger.output_tokens
+HAS_TOKENS = _tokens > 0
+# Requests that were given back before they ran count as none. Rows of versions before 0.2 that ended so carry their
+# prompt, and count: a past period does not change.
+IS_REQUEST = _ledger.outcome.not_in(GIVEN_BACK) | HAS_TOKENS
 SIZE: ColumnElement[str] = case(
     (_tokens <= SHORT_TOKENS_MAX, "short"), (_tokens <= MEDIUM_TOKENS_MAX, "medium"), else_="long"
 )
 
 SUMS: dict[str, ColumnElement[Any]] = {
-    "requests": func.count(),
+    "requests": func.sum(case((IS_REQUEST, 1), else_=0)),
     **{name: func.sum(case((_ledger.outcome == name, 1), else_=0)) for name in OUTCOMES},
     "prompt_tokens": func.sum(_ledger.prompt_tokens),
     "cached_tokens": func.sum(_ledger.cached_tokens),

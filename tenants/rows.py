@@ -6,7 +6,9 @@ A field added later has a default: a journal line written before the upgrade lac
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["ok", "client_closed", "timeout", "error", "lost", "shutdown"]
+Outcome = Literal["ok", "client_closed", "timeout", "error", "lost", "shutdown", "refused"]
+# A request with such an outcome was given back before its first step: it is no request of the minute.
+GIVEN_BACK: tuple[Outcome, ...] = ("refused", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class LedgerRow:
     started_at_us: int | None = None  # first step
     first_token_at_us: int | None = None
     finished_at_us: int
-    prompt_tokens: int
+    prompt_tokens: int  # that count as used: 0 for a request that never ran
     cached_tokens: int = 0  # a part of prompt_tokens
     output_tokens: int = 0
     max_tokens: int

@@ -153,7 +153,7 @@ ledger = Table(  # append-only: one row for each request that was admitted, and 
     _added("overhead_us"),  # the part of device_us for copies and replays that its team caused
     _added("longest_pause_us"),
     _added("pause_bound_us"),  # largest bound that held for it; 0 if it never starved
-    CheckConstraint("outcome IN ('ok','client_closed','timeout','error','lost','shutdown')", name="outcome"),
+    CheckConstraint("outcome IN ('ok','client_closed','timeout','error','lost','shutdown','refused')", name="outcome"),
     CheckConstraint("0 <= cached_tokens AND cached_tokens <= prompt_tokens", name="cached"),
     CheckConstraint("output_tokens >= 0 AND device_us >= 0", name="amounts"),
     Index("ix_ledger_finished_at_us", "finished_at_us"),
@@ -273,6 +273,8 @@ sample_marks = Table(  # one row: how far the samples have been summed, and how 
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("hours_to_us", BigInteger, nullable=False),  # every hour before it is in the hour tables
     Column("seconds_from_us", BigInteger, nullable=False),  # seconds before it are gone, or going
+    _added("hours_from_us"),  # hours before it are gone, or going
+    _added("aged_to_us"),  # the moment against which ages were measured last; 0 is not yet
     CheckConstraint("id = 1", name="single_row"),
 )
 

@@ -1,8 +1,10 @@
 """The usage report: what each team used, by team, tier, model, day and key.
 
 It sums ledger rows by the moment they finished, so each request is in exactly one period and a past period never
-changes. Refused calls are not in the ledger and use up nothing. Rows are grouped by ids: a renamed team is one line.
-Every row is in exactly one line, so lines of any grouping sum to the total and to the ledger itself.
+changes. `requests` are those that count: a request that was given back before it ran (outcome `refused` or `timeout`)
+has a row, and uses up nothing. Calls that were refused before their admission are not in the ledger. Rows are grouped
+by ids: a renamed team is one line. Every row is in exactly one line, so lines of any grouping sum to the total and to
+the ledger itself.
 
 With days, everybody in the report has a line for each day of the period, of zeros where nothing ended: a mean over the
 lines must not be one over the busy days only. Everybody is each combination of the other dimensions that has a row in
@@ -26,7 +28,7 @@ from tenants import tables
 from tenants.clock import from_epoch_us
 from tenants.errors import Invalid
 from tenants.key_format import redact
-from tenants.ledger_queries import NOTHING, SUMS, TIMES, Key, Spread, finished_within, spreads, sums
+from tenants.ledger_queries import NOTHING, OUTCOMES, SUMS, TIMES, Key, Spread, finished_within, spreads, sums
 from tenants.periods import DAY_US, DEFAULT_TIME_ZONE, Period, days_of, offsets
 from tenants.teams import GONE, team_statuses
 
@@ -70,7 +72,8 @@ async def usage_report(
         team_id = await connection.scalar(select(tables.teams.c.id).where(tables.teams.c.name == team))
         where &= _ledger.team_id == team_id
     groups = {name: await _day(connection, period) if name == "day" else _GROUPS[name] for name in by}
-    lines = {key: found for key, found in (await sums(connection, groups, where)).items() if found["requests"]}
+    sums_by_key = await sums(connection, groups, where)
+    lines = {key: found for key, found in sums_by_key.items() if any(found[name] for name in OUTCOMES)}
     if "day" in by:
         lines = _with_idle_days(lines, by, period, team_id)
     total = (await sums(connection, {}, where))[()]

@@ -55,7 +55,8 @@ async def test_what_the_engine_refuses_keeps_its_status_and_costs_nothing(code: 
         assert response.status_code == status
         assert (response.json()["error"]["code"], response.json()["error"]["type"]) == (code, kind)
         assert (status == 400) != ("retry-after" in response.headers)
-        assert len(g.ledger.rows) == 1 and g.ledger.rows[0].error_code == code
+        (row,) = g.ledger.rows
+        assert (row.outcome, row.error_code, row.prompt_tokens) == ("refused", code, 0)
         totals = g.state.leases.totals(1)
         assert (totals.released_requests, totals.outstanding_requests) == (1, 0)
 
@@ -81,7 +82,7 @@ async def test_an_engine_that_dies_ends_every_request_with_a_503_before_headers(
         g.engine.die()
         for response in await asyncio.gather(*requests):
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-        assert [row.outcome for row in g.ledger.rows] == ["error"] * 3
+        assert [(row.outcome, row.error_code) for row in g.ledger.rows] == [("refused", "engine_unavailable")] * 3
         assert g.outstanding() == 0
         again = await g.chat()
         assert again.status_code == 503 and again.json()["error"]["code"] == "engine_unavailable"

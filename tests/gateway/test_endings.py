@@ -147,7 +147,8 @@ async def test_an_engine_that_is_killed(moment: str, stream: bool) -> None:
         engine.die()
         row = await g.ledger.next_row()
         check_error(await task, stream, num_output > 0, "engine_unavailable", 503)
-        assert (row.outcome, row.error_code, row.finish_reason) == ("error", "engine_unavailable", None)
+        outcome = "error" if moment != "waiting" else "refused"
+        assert (row.outcome, row.error_code, row.finish_reason) == (outcome, "engine_unavailable", None)
         assert row.device_us == sequence.device_us, "what was received of it"
         assert row.output_tokens == num_output
         totals = g.state.leases.totals(1)
@@ -167,7 +168,8 @@ async def test_a_shutdown_whose_drain_time_is_over(moment: str, stream: bool) ->
         engine.advance()
         row = await g.ledger.next_row()
         check_error(await task, stream, bool(sequence.output_token_ids), "draining", 503)
-        assert (row.outcome, row.error_code, row.finish_reason) == ("shutdown", "draining", None)
+        outcome = "shutdown" if moment != "waiting" else "refused"
+        assert (row.outcome, row.error_code, row.finish_reason) == (outcome, "draining", None)
         assert (row.device_us, row.num_swaps > 0) == (sequence.device_us, moment == "swapped")
         check_booked(g, row, moment, len(sequence.output_token_ids))
         engine.run_dry()

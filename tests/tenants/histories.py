@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from sqlalchemy import Table, insert
@@ -17,7 +17,7 @@ DAY_US = 86_400_000_000
 SECOND_US = 1_000_000
 TEAMS = {"search": "gold", "chat": "silver", "batch": "bronze"}
 WEIGHTS = {"gold": 4, "silver": 2, "bronze": 1}
-OUTCOMES = ["ok", "ok", "ok", "client_closed", "timeout", "error", "lost", "shutdown"]
+OUTCOMES = ["ok", "ok", "ok", "client_closed", "timeout", "error", "lost", "shutdown", "refused"]
 KEYS = ((1, "A" * 12, 1, "search"), (2, "B" * 12, 2, "chat"), (3, "C" * 12, 3, "batch"))
 SAMPLE_TABLES: dict[type[SampleRow], Table] = {
     ServiceSampleRow: tables.service_samples,
@@ -67,6 +67,10 @@ def ledger_rows(
         started = entry.admitted_at_us + rng.randrange(2_000_000) if rng.random() < 0.9 else None
         first = started + rng.randrange(900_000) if started is not None and rng.random() < 0.9 else None
         device_us = rng.randrange(10**7)
+        outcome = rng.choice(OUTCOMES)
+        never_ran = outcome == "refused" or (outcome == "timeout" and rng.random() < 0.5)  # or is of an older version
+        if never_ran:
+            entry, started, first, device_us = replace(entry, prompt_tokens=0), None, None, 0
         rows.append(
             closed_row(
                 entry,
@@ -74,7 +78,7 @@ def ledger_rows(
                 first_token_at_us=first,
                 finished_at_us=(first or started or entry.admitted_at_us) + rng.randrange(9_000_000),
                 cached_tokens=rng.randrange(entry.prompt_tokens + 1),
-                output_tokens=rng.randrange(500),
+                output_tokens=0 if never_ran else rng.randrange(500),
                 device_us=device_us,
                 overhead_us=rng.randrange(device_us + 1),
                 work_us=rng.choice([0, rng.randrange(1, 10**6)]),
@@ -84,10 +88,15 @@ def ledger_rows(
                 num_swaps=rng.randrange(3),
                 num_recomputes=rng.randrange(2),
                 num_promotions=rng.randrange(2),
-                outcome=rng.choice(OUTCOMES),
+                outcome=outcome,
             )
         )
     return rows
+
+
+def num_requests(rows: Iterable[LedgerRow]) -> int:
+    """Rows but for those of requests that were given back: they never ran, and used no tokens."""
+    return sum(row.outcome not in ("refused", "timeout") or row.prompt_tokens + row.output_tokens > 0 for row in rows)
 
 
 def samples(seed: int, *, team_ids: Sequence[int], start_us: int, seconds: int, every: int = 1) -> list[SampleRow]:

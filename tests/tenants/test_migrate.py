@@ -163,7 +163,7 @@ async def test_migrations_travel_as_a_package_and_go_forward_only() -> None:
     assert config.get_main_option("script_location", "").endswith("migrations")
     from importlib import import_module
 
-    for revision in ("0001_first_schema", "0002_swapping_and_promotion"):
+    for revision in ("0001_first_schema", "0002_swapping_and_promotion", "0003_refused_and_age"):
         with pytest.raises(RuntimeError, match="forward only"):
             import_module(f"migrations.versions.{revision}").downgrade()
 

@@ -2,7 +2,7 @@
 
 import shutil
 import sqlite3
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.anyio
 async def a_first_schema(path: Path, num_rows: int) -> list[dict[str, Any]]:
     """A database of revision 0001 with rows in its ledger and samples; returns the ledger's."""
     await upgrade_to(sqlite_url(path), "0001")
-    rows = histories.values(histories.ledger_rows(seed=1, count=num_rows))
+    every = histories.ledger_rows(seed=1, count=num_rows)
+    rows = histories.values(replace(row, outcome="error") if row.outcome == "refused" else row for row in every)
     samples = histories.samples(seed=1, team_ids=[1, 2], start_us=NOW_US, seconds=num_rows)
     services = histories.values([one for one in samples if isinstance(one, ServiceSampleRow)])
     with sqlite3.connect(path) as connection:
@@ -57,7 +58,28 @@ async def test_a_first_schema_with_rows_keeps_them_all(tmp_path: Path) -> None:
     assert all(row["work_us"] == row["overhead_us"] == row["pause_bound_us"] == 0 for row in after)
     assert len(samples) > 50
     assert {(row["budget_us"], row["exhausted"], row["lag_bound_us"]) for row in samples} == {(0, 0, 0.0)}
-    assert tuple(marks) == (1, 0, 0)
+    assert tuple(marks) == (1, 0, 0, 0, 0)
+
+
+@pytest.mark.case("T07")
+async def test_an_upgraded_ledger_takes_refused_rows(tmp_path: Path) -> None:
+    """Also on a connection that has read the old schema; and what no version books is still refused."""
+    path = tmp_path / "old.db"
+    await a_first_schema(path, 5)
+    reader = sqlite3.connect(path, isolation_level=None)
+    columns = [row[1] for row in reader.execute("PRAGMA table_info(ledger)") if row[1] != "id"]
+    copied = ", ".join("request_id || '-' || :outcome" if name == "request_id" else name for name in columns)
+    copied = copied.replace(", outcome,", ", :outcome,")
+    copy = f"INSERT INTO ledger ({', '.join(columns)}) SELECT {copied} FROM ledger WHERE id = 1"
+    with pytest.raises(sqlite3.IntegrityError, match="outcome"):
+        reader.execute(copy, {"outcome": "refused"})
+    await migrate.upgrade(sqlite_url(path))
+    reader.execute(copy, {"outcome": "refused"})
+    with pytest.raises(sqlite3.IntegrityError, match="outcome"):
+        reader.execute(copy, {"outcome": "nonsense"})
+    assert reader.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert reader.execute("PRAGMA writable_schema").fetchone() == (0,)
+    reader.close()
 
 
 @pytest.mark.case("G40")
@@ -89,6 +111,7 @@ async def test_an_upgrade_does_the_same_work_for_any_number_of_rows(tmp_path: Pa
         copy = path.with_suffix(".copy")
         shutil.copy(path, copy)
         connection = sqlite3.connect(copy, isolation_level=None)
+        connection.execute("PRAGMA writable_schema = ON")  # as the upgrade sets it
         steps = 0
 
         def step() -> int:

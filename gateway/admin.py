@@ -20,6 +20,7 @@ from gateway.admin_reports import ReportCalls
 from gateway.admin_state import AdminState as AdminState
 from gateway.body import discard_body
 from gateway.errors import Unauthenticated
+from tenants.database import sqlite_path
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 # A caller without the token may still send this long before it is told so: closing at once would lose it the answer.
@@ -62,6 +63,7 @@ def admin_app(state: AdminState) -> Starlette:
         middleware=[Middleware(_RequireToken, token=state.token)],
         exception_handlers=EXCEPTION_HANDLERS,
     )
+    app.state.store_path = sqlite_path(state.database.url)
     app.router.redirect_slashes = False  # a redirect is no answer that a script understands
     return app
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from gateway.errors import BadRequest, ClientGone, GatewayError, MethodNotAllowed, NotFound, Unavailable
 from tenants import errors as tenant_errors
 from tenants.database import STORE_ERRORS
+from tenants.disk import disk_trouble
 from tenants.key_format import redact
 
 _log = logging.getLogger("terazi.admin")
@@ -69,10 +70,13 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     return error_response(NotFound(f"There is no {redact(request.url.path)!r} on the admin listener."))
 
 
-async def answer_store_error(_: Request, error: Exception) -> Response:
+async def answer_store_error(request: Request, error: Exception) -> Response:
     """The database is away."""
     _log.error("an admin call met a store that does not answer: %s", error)
-    return error_response(Unavailable("The database does not answer now.", code="store_unavailable"))
+    # The caller is an operator, who may know the path.
+    path = request.app.state.store_path
+    message = disk_trouble(error, path) or "The database does not answer now."
+    return error_response(Unavailable(message, code="store_unavailable"))
 
 
 async def answer_client_gone(_: Request, __: Exception) -> Response:

@@ -28,7 +28,7 @@ from gateway.reply import JSON_HEADERS
 from gateway.state import GatewayState as GatewayState
 from gateway.state import HttpSettings as HttpSettings
 from gateway.state import SystemClock as SystemClock
-from gateway.state import starting_error
+from gateway.state import not_ready_reasons, starting_error
 
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"
@@ -207,27 +207,12 @@ class Probe:
         self._is_readiness = is_readiness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reasons = self._reasons() if self._is_readiness else []
+        reasons = not_ready_reasons(self._state) if self._is_readiness else []
         document: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if self._is_readiness:
             document["degraded"] = self._state.ledger.is_failing
         headers = {**JSON_HEADERS, "retry-after": "1"} if reasons else JSON_HEADERS
         await _send(send, 503 if reasons else 200, headers, msgspec.json.encode(document))
-
-    def _reasons(self) -> list[str]:
-        state = self._state
-        reasons = []
-        if state.is_draining:
-            reasons.append("draining")
-        if state.tokenizer is None or state.engine.hello is None:
-            reasons.append("starting")
-        elif not state.engine.is_ready:
-            reasons.append("engine_unavailable")
-        if state.engine.silent_seconds > state.settings.engine_silence:
-            reasons.append("engine_silent")
-        if not state.ledger.has_room:
-            reasons.append("store_unavailable")
-        return reasons
 
 
 _HINTS = {

@@ -16,6 +16,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from tenants.disk import disk_trouble
+
 # What a header carries as it is, and nobody guesses.
 _TOKEN = re.compile(r"[!-~]{16,512}", re.ASCII)
 
@@ -46,14 +48,18 @@ class DataDirLock:
             self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_file = os.open(self._data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DataDirUnusable(f"cannot write to the data directory {self._data_dir}: {error.strerror}") from None
+            raise _unusable(self._data_dir, error) from None
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock_file)
             raise DataDirLocked(self._data_dir, lock_holder(self._data_dir)) from None
-        os.ftruncate(lock_file, 0)
-        os.pwrite(lock_file, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(lock_file, 0)
+            os.pwrite(lock_file, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            os.close(lock_file)
+            raise _unusable(self._data_dir, error) from None
         self._file = lock_file
 
     def release(self) -> None:
@@ -68,6 +74,11 @@ class DataDirLock:
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
+
+
+def _unusable(path: Path, error: OSError) -> DataDirUnusable:
+    why = disk_trouble(error, path)
+    return DataDirUnusable(why or f"cannot write to the data directory {path}: {error.strerror}")
 
 
 def lock_holder(data_dir: Path) -> int | None:
@@ -141,6 +152,11 @@ def _write_private(path: Path, text: str) -> None:
     """Write whole or not at all, readable by the owner only from its first byte."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _unusable(path, error) from None

@@ -18,6 +18,7 @@ from engine.messages import Hello, ServiceSamples, StepDone
 from gateway.admin import render_metrics
 from gateway.service_meters import ServiceMeters
 from gateway.state import GatewayState
+from gateway.state import not_ready_reasons as not_ready_reasons
 from gateway.team_metrics import team_counters, team_gauges
 from gateway.vllm_metrics import vllm_metrics
 from policies.eg_mlfq import EgMlfq
@@ -35,6 +36,9 @@ class BookedLedger(Protocol):
 
     @property
     def backlog(self) -> int: ...
+
+    @property
+    def is_unwritable(self) -> bool: ...
 
     def lag_us(self, now_us: int) -> int: ...
 
@@ -214,6 +218,8 @@ class GatewayMetrics(Collector):
         text = "Age of the oldest ended request whose row is in the journal and not in SQL."
         yield _gauge("terazi_journal_lag_seconds", text, ledger.lag_us(self._state.clock.now_us()) / 1e6)
         yield _gauge("terazi_journal_open", "Requests opened in the journal and not closed.", ledger.num_open)
+        text = "1 while the disk does not take the journal's lines, so that no request is admitted."
+        yield _gauge("terazi_journal_unwritable", text, ledger.is_unwritable)
         yield _gauge("terazi_ledger_backlog", "Ended requests whose rows are not in SQL yet.", ledger.backlog)
         yield CounterMetricFamily("terazi_store_errors", "SQL transactions that failed.", value=ledger.num_failures)
 
@@ -224,18 +230,6 @@ def saturation(hello: Hello | None, step: StepDone | None) -> float:
         return 0.0
     slots = step.num_running / hello.max_batch_size
     return min(1.0, max(slots, 1 - step.num_free_blocks / hello.num_device_blocks))
-
-
-def not_ready_reasons(state: GatewayState) -> list[str]:
-    """Why no request can be served now, as `/readyz` of both listeners says; empty when one can."""
-    facts = {
-        "draining": state.is_draining,
-        "starting": state.tokenizer is None,
-        "engine_unavailable": state.tokenizer is not None and not state.engine.is_ready,
-        "engine_silent": state.engine.silent_seconds > state.settings.engine_silence,
-        "store_unavailable": not state.ledger.has_room,
-    }
-    return [reason for reason, is_so in facts.items() if is_so]
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

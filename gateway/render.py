@@ -30,6 +30,7 @@ def reporting(as_json: bool) -> Iterator[None]:
     """Turn what a command raises into one line on stderr (with --json also a document on stdout) and its exit code."""
     from gateway.config_file import SettingsError
     from gateway.lock import DataDirLocked, DataDirUnusable
+    from tenants.disk import disk_trouble
     from tenants.errors import StoreUnavailable, TenantError
 
     try:
@@ -53,7 +54,7 @@ def reporting(as_json: bool) -> Iterator[None]:
         raise SystemExit(0) from None
     except OSError as error:
         # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        text = disk_trouble(error) or (f"{error.filename}: {error.strerror}" if error.filename else str(error))
         failure = CommandError(text, EXIT_ERROR, "data_dir_unusable")
     if as_json:
         print_json(error_document(failure.code, str(failure)))

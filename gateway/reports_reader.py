@@ -12,6 +12,7 @@ from gateway.settings import load
 from tenants import reports, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_path
+from tenants.disk import disk_trouble
 from tenants.errors import Invalid, NotFound, TenantError
 from tenants.periods import DEFAULT_TIME_ZONE, Period, parse_period
 
@@ -74,6 +75,9 @@ async def open_reports(
     except TenantError as error:
         raise CommandError(error.message, EXIT_ERROR, error.code) from None
     except SQLAlchemyError as error:
+        why = disk_trouble(error, path)
+        if why is not None:
+            raise CommandError(why, EXIT_ERROR) from None
         reason = str(getattr(error, "orig", error)).splitlines()[0]
         raise CommandError(f"the database cannot be read: {reason}; try terazi db upgrade", EXIT_ERROR) from None
     finally:

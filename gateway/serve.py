@@ -32,6 +32,7 @@ from gateway.state import GatewayState, HttpSettings
 from gateway.store import open_store
 from gateway.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
+from tenants.disk import disk_trouble
 from tenants.errors import TenantError
 from tenants.snapshot import Snapshot
 
@@ -63,7 +64,8 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
             raise CommandError(error.message, code=error.code) from None
         except OSError as error:
             # A full or failing disk: nothing of ours that a traceback would help with.
-            raise CommandError(f"{error.filename or settings.data_dir}: {error.strerror or error}") from None
+            why = disk_trouble(error, settings.data_dir)
+            raise CommandError(why or f"{error.filename or settings.data_dir}: {error.strerror or error}") from None
         finally:
             lock.remove_server_info(settings.data_dir)
 

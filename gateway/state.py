@@ -88,8 +88,12 @@ class LedgerBook(Protocol):
     def is_failing(self) -> bool:
         """The database does not take rows; they wait in the journal."""
 
+    @property
+    def is_unwritable(self) -> bool:
+        """The disk does not take the journal's lines: a new request would be refused."""
+
     def open(self, entry: OpenEntry) -> None:
-        """Raises StoreUnavailable when the journal has no room."""
+        """Raises StoreUnavailable when the journal has no room or cannot be written."""
 
     def progress(self, progress: Progress) -> None:
         """Where an open request stands."""
@@ -135,6 +139,19 @@ class GatewayState:
         """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""
         self.is_draining = True
         self.engine.fail_streams(draining_error)
+
+
+def not_ready_reasons(state: GatewayState) -> list[str]:
+    """Why no request can be served now, as `/readyz` of both listeners says; empty when one can."""
+    facts = {
+        "draining": state.is_draining,
+        "starting": state.tokenizer is None or state.engine.hello is None,
+        "engine_unavailable": state.tokenizer is not None and not state.engine.is_ready,
+        "engine_silent": state.engine.silent_seconds > state.settings.engine_silence,
+        "journal_unwritable": state.ledger.is_unwritable,
+        "store_unavailable": not state.ledger.has_room,
+    }
+    return [reason for reason, is_so in facts.items() if is_so]
 
 
 def draining_error() -> Unavailable:

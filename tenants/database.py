@@ -23,7 +23,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
-from tenants import sqlite_driver
+from tenants import postgres_driver, sqlite_driver
 from tenants.errors import Invalid, StoreUnavailable
 
 # What a database that is away, full or broken raises: drivers let some errors through unwrapped.
@@ -61,6 +61,8 @@ def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True)
     options: dict[str, Any] = {"hide_parameters": True}  # in errors and logs
     if is_sqlite:
         options["connect_args"] = {"async_creator_fn": sqlite_driver.connect}
+    elif make_url(url).drivername == "postgresql+asyncpg":
+        options["connect_args"] = {"async_creator_fn": postgres_driver.connect}
     if not is_pooled:
         options["poolclass"] = NullPool
     if is_pooled and not is_sqlite:

@@ -11,7 +11,9 @@ TenantError
 │   └── KeyExpired      likewise
 ├── LimitExceeded       a limit of one's own (429)
 └── StoreUnavailable    database or journal cannot take it (503)
-    └── SchemaTooNew    the database was made by a newer Terazi
+    ├── SchemaTooNew    the database was made by a newer Terazi
+    ├── MigrationFailed one step of the schema's upgrade
+    └── StoreInUse      another gateway, or a command, holds the store
 """
 
 
@@ -142,3 +144,22 @@ class SchemaTooNew(StoreUnavailable):
     """The database has a revision that this version does not know."""
 
     code = "schema_too_new"
+
+
+class MigrationFailed(StoreUnavailable):
+    """One migration has failed, and the database is as it was before. The message names the migration and the cause."""
+
+    code = "migration_failed"
+
+
+class StoreInUse(StoreUnavailable):
+    """Another gateway, or a command that writes, holds this store. `holder` says who, and a gateway's address."""
+
+    code = "store_in_use"
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(
+            f"The store is in use by {holder}. One store serves one gateway at a time: stop that one, "
+            "or give this one a store of its own."
+        )
+        self.holder = holder

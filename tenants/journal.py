@@ -8,9 +8,15 @@ still running, so a segment can go as soon as the closes in it are committed, ho
 
 Room is bounded. An open is refused unless its own close fits too: what was admitted can always be booked.
 
+A disk that refuses a write or a sync puts the journal in *trouble*: opens are refused at once, closes are still tried
+and else kept in memory, and whoever calls `probe` from time to time finds out when the disk takes writes again. It is
+said once when the trouble begins and once when it is over.
+
 One owner, one thread; a call waits for nothing but the page cache.
 """
 
+import contextlib
+import errno
 import logging
 import os
 import re
@@ -19,14 +25,18 @@ from pathlib import Path
 
 import msgspec
 
+from tenants.disk import ROOM_BYTES_MIN, disk_trouble
 from tenants.errors import StoreUnavailable
 from tenants.rows import LedgerRow, OpenEntry, Progress
 
 _log = logging.getLogger("terazi.journal")
 
 CLOSE_LINE_BYTES = 2048  # kept free for each open request
+# What a probe writes and takes back. More than one request needs, so that a disk with a last free block is still full.
+PROBE_BYTES = ROOM_BYTES_MIN
 _SEGMENT_NAME = re.compile(r"(\d{10})\.jsonl")
 _REJECTED = "rejected.jsonl"
+_UNWRITABLE = "The ledger's journal cannot be written now."
 _encoder = msgspec.json.Encoder()
 
 
@@ -44,6 +54,11 @@ class Journal:
         self._uncommitted: dict[int, int] = {}  # closes not yet in SQL, by segment
         self._segment_of: dict[str, int] = {}  # where an uncommitted close stands
         self._open: dict[str, OpenEntry] = {}
+        self._unwritten: dict[str, LedgerRow] = {}  # closes that the disk refused
+        self._write_trouble: str | None = None
+        self._sync_trouble: str | None = None
+        self._is_torn = False  # a half line stands behind the last whole one
+        self._may_warn_of_segments = True
         self._is_dirty = False
         self._rotated_fds: list[int] = []  # full segments that still have to be synced
         self._durable_number = 0  # segments before this one are not needed for the opens they carry
@@ -63,6 +78,11 @@ class Journal:
         """Whether one more request of ordinary size would be taken."""
         return self.num_bytes + (len(self._open) + 2) * CLOSE_LINE_BYTES <= self._bytes_max
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the disk does not take what is written now, in a line with the path; None when it does."""
+        return self._write_trouble or self._sync_trouble
+
     def segments(self) -> list[Path]:
         """The segments on disk, oldest first."""
         return sorted(path for path in self._directory.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
@@ -75,7 +95,8 @@ class Journal:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             return Replay(self.segments())
         except OSError as error:
-            raise StoreUnavailable(f"Cannot read the journal in {self._directory}: {error.strerror}.") from error
+            why = disk_trouble(error, self._directory)
+            raise StoreUnavailable(why or f"Cannot read the journal in {self._directory}: {error.strerror}.") from error
 
     def begin(self) -> None:
         """Start a new segment and delete the old ones: SQL has their rows now."""
@@ -84,10 +105,14 @@ class Journal:
             self._number = max((int(path.stem) for path in old), default=0) + 1
             self._fd = _create(self._path(self._number))
             self._durable_number = self._number
+            self._try_room(self._fd)
             for path in old:
                 path.unlink()
         except OSError as error:
-            raise StoreUnavailable(f"Cannot write the journal in {self._directory}: {error.strerror}.") from error
+            why = disk_trouble(error, self._directory)
+            raise StoreUnavailable(
+                why or f"Cannot write the journal in {self._directory}: {error.strerror}."
+            ) from error
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:010d}.jsonl"
@@ -97,6 +122,8 @@ class Journal:
     def append_open(self, entry: OpenEntry) -> None:
         """A request is about to be submitted. Raises StoreUnavailable when it and its close might not find room."""
         assert entry.request_id not in self._open, f"request {entry.request_id} is already open"
+        if self.trouble is not None:
+            raise StoreUnavailable(_UNWRITABLE)
         line = _line("open", entry)
         if self.num_bytes + len(line) + (len(self._open) + 1) * CLOSE_LINE_BYTES > self._bytes_max:
             raise StoreUnavailable("The ledger's journal is full: the database has not taken its rows for too long.")
@@ -110,29 +137,88 @@ class Journal:
             self._write(line)
 
     def append_close(self, row: LedgerRow) -> None:
-        """A request has ended. Raises StoreUnavailable only when the disk itself refuses the line."""
+        """A request has ended. Raises StoreUnavailable only when the disk itself refuses the line.
+
+        The row is then kept and written when the disk takes it, unless it is committed before.
+        """
         self._open.pop(row.request_id, None)
+        self._unwritten[row.request_id] = row
         self._write(_line("close", row))
+        del self._unwritten[row.request_id]
         self._uncommitted[self._number] = self._uncommitted.get(self._number, 0) + 1
         self._segment_of[row.request_id] = self._number
 
     def holds_close(self, request_id: str) -> bool:
         """Whether a close of this request waits for SQL."""
-        return request_id in self._segment_of
+        return request_id in self._segment_of or request_id in self._unwritten
 
     def _write(self, line: bytes) -> None:
         assert self._fd is not None, "the journal has not begun"
         if self._size and self._size + len(line) > self._segment_bytes:
             self._rotate()
         try:
-            written = os.write(self._fd, line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes written")
+            self._cut()
+            self._is_torn = True
+            _write_all(self._fd, line)
+            self._is_torn = False
         except OSError as error:
-            os.ftruncate(self._fd, self._size)  # leave no half line: the next one would be glued to it
-            raise StoreUnavailable(f"The ledger's journal cannot be written: {error}.") from error
+            self._fail(error)
+            raise StoreUnavailable(_UNWRITABLE) from error
         self._size += len(line)
         self._is_dirty = True
+
+    def _cut(self) -> None:
+        """Leave no half line: the next one would be glued to it. Raises OSError."""
+        if self._is_torn:
+            assert self._fd is not None
+            os.ftruncate(self._fd, self._size)
+            self._is_torn = False
+
+    def _fail(self, error: OSError) -> None:
+        """The disk has refused a write."""
+        with contextlib.suppress(OSError):  # tried again before the next line
+            self._cut()
+        why = self._why(error)
+        if self.trouble is None:
+            _log.error("the journal cannot be written, so no request is admitted until it can: %s", why)
+        self._write_trouble = why
+
+    def note_full(self) -> None:
+        """The file system says that it is full, whatever the last block of the present segment may still take."""
+        if self.trouble is None:
+            self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def _why(self, error: OSError) -> str:
+        return disk_trouble(error, self._directory) or f"{self._directory}: {error.strerror or error}"
+
+    def probe(self) -> bool:
+        """In trouble: whether the disk takes writes again. It is then over, and refused closes are written."""
+        assert self._fd is not None, "the journal has not begun"
+        try:
+            self._cut()
+            self._try_room(self._fd)
+            self._write_trouble = None
+            for row in list(self._unwritten.values()):
+                self.append_close(row)
+        except OSError as error:
+            self._write_trouble = self._why(error)
+        except StoreUnavailable:
+            pass  # the trouble is back
+        self._note_end()
+        return self.trouble is None
+
+    def _try_room(self, fd: int) -> None:
+        """Raises OSError unless PROBE_BYTES more can be written. They hold no line end: what is left counts as torn."""
+        try:
+            self._is_torn = True
+            _write_all(fd, b" " * PROBE_BYTES)
+        finally:
+            self._cut()
+
+    def _note_end(self) -> None:
+        if self.trouble is None:
+            self._may_warn_of_segments = True
+            _log.info("the journal can be written again")
 
     def _rotate(self) -> None:
         """Begin the next segment with the requests still open. On failure go on with the present one."""
@@ -142,20 +228,26 @@ class Journal:
         try:
             fd = _create(path)
         except OSError as error:
-            _log.warning("cannot begin a new journal segment: %s", error)
+            self._warn_of_segment(error)
             return
         try:
-            if carried and os.write(fd, carried) != len(carried):
-                raise OSError("the disk is full")
+            _write_all(fd, carried)
         except OSError as error:
             os.close(fd)
-            path.unlink()
-            _log.warning("cannot begin a new journal segment: %s", error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            self._warn_of_segment(error)
             return
         self._rotated_fds.append(self._fd)
         self._old_sizes[self._number] = self._size
         self._fd, self._number, self._size = fd, self._number + 1, len(carried)
         self._is_dirty = True
+        self._is_torn = False
+
+    def _warn_of_segment(self, error: OSError) -> None:
+        if self._may_warn_of_segments:
+            _log.warning("cannot begin a new journal segment: %s", self._why(error))
+        self._may_warn_of_segments = False  # until the disk has taken one, or a trouble is over
 
     def set_aside(self, row: LedgerRow) -> None:
         """Keep a row that the database can never take in rejected.jsonl, for a person to look at."""
@@ -172,30 +264,51 @@ class Journal:
         self._is_dirty = False
         return fds, self._number
 
+    def unsynced(self, fds: list[int], error: OSError | None = None) -> None:
+        """The files of that `take_dirty` are not on disk, and `error` (if any) says why: they are dirty again."""
+        self._rotated_fds[:0] = fds[:-1]
+        os.close(fds[-1])  # a second descriptor of the present segment
+        self._is_dirty = True
+        if error is not None:
+            if self.trouble is None:
+                _log.error("the journal cannot be synced, so no request is admitted until it can: %s", self._why(error))
+            self._sync_trouble = self._why(error)
+
     def synced(self, mark: int) -> None:
         """The files of that `take_dirty` are on disk."""
+        if self._sync_trouble is not None:
+            self._sync_trouble = None
+            self._note_end()
         self._durable_number = max(self._durable_number, mark)
         self._drop_committed()
 
     def committed(self, request_ids: Iterable[str]) -> None:
         """These closes are in SQL. What nothing else needs is deleted."""
         for request_id in request_ids:
+            self._unwritten.pop(request_id, None)
             segment = self._segment_of.pop(request_id, None)
             if segment is not None:
                 self._uncommitted[segment] -= 1
-        if self._is_empty and self._fd is not None:
-            os.ftruncate(self._fd, 0)  # O_APPEND: the next line stands at the start
-            self._size = 0
+        if self._is_empty and self._fd is not None and self._size:
+            try:
+                os.ftruncate(self._fd, 0)  # O_APPEND: the next line stands at the start
+                self._size = 0
+            except OSError as error:
+                self._fail(error)  # its lines stay, which does no harm: SQL has their rows
         self._drop_committed()
 
     @property
     def _is_empty(self) -> bool:
-        return not self._segment_of and not self._open
+        return not self._segment_of and not self._open and not self._unwritten
 
     def _drop_committed(self) -> None:
         for number in sorted(self._old_sizes):
             if self._uncommitted.get(number, 0) == 0 and (number < self._durable_number or self._is_empty):
-                self._path(number).unlink(missing_ok=True)
+                try:
+                    self._path(number).unlink(missing_ok=True)
+                except OSError as error:  # tried again with the next batch
+                    self._warn_of_segment(error)
+                    return
                 del self._old_sizes[number]
                 self._uncommitted.pop(number, None)
 
@@ -204,12 +317,16 @@ class Journal:
         if self._fd is None:
             return
         for fd in (*self._rotated_fds, self._fd):
-            sync_and_close(fd)
+            try:
+                sync_and_close(fd)
+            except OSError as error:
+                _log.error("the journal cannot be synced at its end: %s", self._why(error))
         self._fd, self._rotated_fds = None, []
         self._durable_number = self._number
         self._drop_committed()
         if self._is_empty:
-            self._path(self._number).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # an empty or booked segment that stays is read, and skipped
+                self._path(self._number).unlink(missing_ok=True)
 
 
 class Replay:
@@ -259,6 +376,15 @@ def sync_and_close(fd: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Raises OSError, also when the kernel takes a part and then nothing."""
+    while data:
+        written = os.write(fd, data)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[written:]
 
 
 def _create(path: Path) -> int:

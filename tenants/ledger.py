@@ -12,7 +12,9 @@ batches the task sums them by the hour and deletes what is older than it is kept
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -26,8 +28,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tenants import tables
 from tenants.clock import wall_clock_us
 from tenants.database import STORE_ERRORS, Database, insert_or_ignore
+from tenants.disk import is_full
 from tenants.errors import StoreUnavailable
-from tenants.journal import Journal, Replay, sync_and_close
+from tenants.journal import Journal, Replay
 from tenants.ledger_queries import IS_REQUEST
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, StepSampleRow
@@ -51,6 +54,7 @@ class LedgerSettings:
     """Bounds and rhythms of one ledger."""
 
     journal_fsync_interval_seconds: float = 0.05  # what a power failure may cost
+    journal_probe_interval_seconds: float = 1.0  # while the disk refuses writes
     journal_bytes_max: int = 256 * 1024**2  # above it no new request is admitted
     journal_segment_bytes: int = 8 * 1024**2
     batch_rows_max: int = 200  # one transaction
@@ -78,6 +82,7 @@ class Ledger:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._database = database
+        self._directory = directory
         self._settings = settings or LedgerSettings()
         self._journal = Journal(
             directory,
@@ -158,20 +163,16 @@ class Ledger:
 
     def progress(self, progress: Progress) -> None:
         """Where an open request stands, for its row if we die before its end. Optional."""
-        try:
+        with contextlib.suppress(StoreUnavailable):  # the journal has said so once
             self._journal.append_progress(progress)
-        except StoreUnavailable as error:
-            _log.warning("progress is not journalled: %s", error.message)
 
     def close(self, row: LedgerRow) -> None:
         """A request has ended: exactly one call for each `open`, before the last byte goes to the client."""
         if self._journal.holds_close(row.request_id):
             _log.error("request %s was closed twice; the second row is ignored", row.request_id)
             return
-        try:
+        with contextlib.suppress(StoreUnavailable):  # it is kept in memory, and SQL may still take it
             self._journal.append_close(row)
-        except StoreUnavailable as error:
-            _log.error("a close is kept in memory only: %s", error.message)  # SQL may still take it
         self._rows.append(row)
         self._idle.clear()
         self._wake.set()
@@ -206,6 +207,11 @@ class Ledger:
     def is_failing(self) -> bool:
         """True while the latest SQL transaction failed."""
         return self._has_failed
+
+    @property
+    def is_unwritable(self) -> bool:
+        """True while the disk does not take the journal's lines: a new request would be refused."""
+        return self._journal.trouble is not None
 
     @property
     def has_room(self) -> bool:
@@ -305,18 +311,44 @@ class Ledger:
         await self._retention.reopen(connection, (sample.at_us for sample in samples))
 
     async def _run_syncer(self) -> None:
+        settings = self._settings
+        waited = 0.0
         while True:
-            await self._sleep(self._settings.journal_fsync_interval_seconds)
+            is_slow = self._journal.trouble is not None
+            seconds = settings.journal_probe_interval_seconds if is_slow else settings.journal_fsync_interval_seconds
+            await self._sleep(seconds)
+            waited += seconds
+            if self._journal.trouble is not None:
+                self._journal.probe()
+            elif waited >= settings.journal_probe_interval_seconds:
+                waited = 0.0
+                if await asyncio.to_thread(is_full, self._directory):
+                    self._journal.note_full()
+            await self._sync()
+
+    async def _sync(self) -> None:
+        try:
             dirty = self._journal.take_dirty()
-            if dirty is None:
-                continue
-            fds, mark = dirty
-            try:
+        except OSError as error:  # no file descriptor is left; tried again soon
+            _log.warning("the journal is not synced now: %s", error)
+            return
+        if dirty is None:
+            return
+        fds, mark = dirty
+        is_synced, failure = False, None
+        try:
+            for fd in fds:
+                await asyncio.to_thread(os.fsync, fd)
+            is_synced = True
+        except OSError as error:
+            failure = error
+        finally:  # also when a stop cancels this: the journal then syncs them as it closes
+            if is_synced:
                 for fd in fds:
-                    await asyncio.to_thread(sync_and_close, fd)
+                    os.close(fd)
                 self._journal.synced(mark)
-            except OSError as error:  # tried again with the next lines; until then the old segments stay
-                _log.error("the journal cannot be synced: %s", error)
+            else:
+                self._journal.unsynced(fds, failure)
 
 
 def lost_row(entry: OpenEntry, progress: Progress | None, now_us: int) -> LedgerRow:

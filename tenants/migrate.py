@@ -8,6 +8,8 @@ on. A database from a newer version is refused, never touched.
 import asyncio
 import fcntl
 import os
+import re
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -16,7 +18,7 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
+from alembic.script import Script, ScriptDirectory
 from sqlalchemy import Connection, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -24,7 +26,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tenants import tables, tiers
 from tenants.clock import wall_clock_us
 from tenants.database import BEGIN_OPTION, make_engine, sqlite_path
-from tenants.errors import SchemaTooNew, StoreUnavailable
+from tenants.disk import disk_trouble
+from tenants.errors import MigrationFailed, SchemaTooNew, StoreUnavailable
 
 LOCK_TIMEOUT_SECONDS = 300.0
 _LOCK_POLL_SECONDS = 0.05
@@ -57,7 +60,7 @@ async def current(url: str) -> str | None:
     try:
         async with engine.connect() as connection:
             return await connection.run_sync(_revision)
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, sqlite3.Error) as error:  # the connection's hook meets the driver's own errors
         raise _unavailable(url, error) from error
     finally:
         await engine.dispose()
@@ -66,7 +69,8 @@ async def current(url: str) -> str | None:
 async def upgrade(url: str, *, now_us: Callable[[], int] = wall_clock_us) -> str:
     """Bring the schema to the newest revision and return it. A new database gets the default tiers.
 
-    Raises SchemaTooNew for a database of a newer version, StoreUnavailable when it cannot be reached or locked.
+    Raises SchemaTooNew for a database of a newer version, MigrationFailed when a step fails (then nothing is changed),
+    StoreUnavailable when the database cannot be reached or locked.
     """
     engine = make_engine(url, is_pooled=False)
     try:
@@ -76,7 +80,7 @@ async def upgrade(url: str, *, now_us: Callable[[], int] = wall_clock_us) -> str
                 if connection.dialect.name == "postgresql":
                     await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": _ADVISORY_LOCK})
                 return await _upgrade(connection, url, now_us())
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, sqlite3.Error) as error:  # the connection's hook meets the driver's own errors
         raise _unavailable(url, error) from error
     finally:
         await engine.dispose()
@@ -94,10 +98,19 @@ async def _upgrade(connection: AsyncConnection, url: str, now_us: int) -> str:
             "Start the newer version, or restore a backup made before its upgrade."
         )
     config = alembic_config(url)
+    scripts = ScriptDirectory.from_config(config)
 
     def run(sync_connection: Connection) -> None:
         config.attributes["connection"] = sync_connection
-        command.upgrade(config, "head")
+        # One by one, so that a failure is known by its migration. All are in the caller's transaction.
+        for script in reversed(list(scripts.iterate_revisions(newest, before or "base"))):
+            try:
+                command.upgrade(config, script.revision)
+            except Exception as error:  # whatever a migration meets: SQL, a driver's own errors, its own checks
+                raise MigrationFailed(
+                    f"The migration {script.revision} ({_title(script)}) failed, and nothing has been changed: "
+                    f"{_cause(url, error)}"
+                ) from error
 
     await connection.run_sync(run)
     if before is None:
@@ -110,11 +123,28 @@ def _revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def _unavailable(url: str, error: SQLAlchemyError) -> StoreUnavailable:
+def _unavailable(url: str, error: SQLAlchemyError | sqlite3.Error) -> StoreUnavailable:
     path = sqlite_path(url)
+    why = disk_trouble(error, path)
+    if why is not None:
+        return StoreUnavailable(why)
     where = "the database" if path is None else str(path)
-    reason = getattr(error, "orig", None) or error
-    return StoreUnavailable(f"Cannot open {where}: {reason}. Does the directory exist, and may this user write to it?")
+    hint = "" if path is None else " Does the directory exist, and may this user write to it?"
+    return StoreUnavailable(f"Cannot open {where}: {_cause(url, error)}.{hint}")
+
+
+def _title(script: Script) -> str:
+    return script.doc.rstrip(".")
+
+
+def _cause(url: str, error: Exception) -> str:
+    """The reason, in one line. Never a statement's parameters: they are hidden from SQLAlchemy's own text too."""
+    why = disk_trouble(error, sqlite_path(url))
+    original = getattr(error, "orig", None) or error
+    lines = str(original).strip().splitlines()
+    # "<class 'asyncpg.exceptions.UndefinedTableError'>: relation ..." is how the driver's errors are passed on.
+    text = re.sub(r"^<class '[\w.]+'>: ", "", lines[0]) if lines else type(original).__name__
+    return why or text.rstrip(".")
 
 
 @asynccontextmanager
@@ -128,7 +158,8 @@ async def _file_lock(url: str) -> AsyncIterator[None]:
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StoreUnavailable(f"Cannot write beside the database: {error.strerror}: {lock_path}") from error
+        why = disk_trouble(error, lock_path)
+        raise StoreUnavailable(why or f"Cannot write beside the database: {error.strerror}: {lock_path}") from error
     try:
         await _take(fd, lock_path)
         yield

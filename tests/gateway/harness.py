@@ -104,6 +104,7 @@ class RecordingLedger:
         self.progressed: list[Progress] = []
         self.is_full = False
         self.is_failing = False
+        self.is_unwritable = False
         self.backlog = 0
         self.num_failures = 0
         self._closed: asyncio.Queue[LedgerRow] = asyncio.Queue()
@@ -113,7 +114,7 @@ class RecordingLedger:
         return not self.is_full
 
     def open(self, entry: OpenEntry) -> None:
-        if self.is_full:
+        if self.is_full or self.is_unwritable:
             raise StoreUnavailable("The journal is full.")
         self.opened.append(entry)
 

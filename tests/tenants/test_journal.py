@@ -193,6 +193,7 @@ def test_a_full_disk_refuses_the_line_and_leaves_no_half_of_it(tmp_path: Path, m
     with pytest.raises(StoreUnavailable, match="cannot be written"):
         one.append_open(open_entry("b"))
     monkeypatch.undo()
+    assert one.probe()
     one.append_open(open_entry("c"))
     assert replayed(tmp_path) == ([], ["a", "c"], 0)
     assert one.num_open == 2

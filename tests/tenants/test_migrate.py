@@ -10,12 +10,14 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, select
+from typer.testing import CliRunner
 
+from gateway.cli import app
 from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, tables, tiers
 from tenants.database import Database, sqlite_url
-from tenants.errors import Invalid, SchemaTooNew, StoreUnavailable
-from tests.tenants.support import Store
+from tenants.errors import Invalid, MigrationFailed, SchemaTooNew, StoreUnavailable
+from tests.tenants.support import Store, upgrade_to
 
 pytestmark = pytest.mark.anyio
 
@@ -145,6 +147,36 @@ async def test_an_upgrade_that_fails_leaves_nothing_behind(tmp_path: Path, monke
     connection.close()
     monkeypatch.undo()
     await migrate.upgrade(url)
+
+
+@pytest.mark.case("T11")
+@pytest.mark.parametrize(
+    ("before", "damage", "named", "cause"),
+    [
+        ("0001", "CREATE TABLE step_hours (x)", "0002 (What swapping", "table step_hours already exists"),
+        ("0002", "ALTER TABLE sample_marks ADD aged_to_us", "0003 (Outcome", "duplicate column name: aged_to_us"),
+        ("0002", "DROP TABLE ledger", "0003 (Outcome", "No row was found when one was required"),
+    ],
+)
+async def test_when_a_migration_fails_one_line_names_it(
+    tmp_path: Path, before: str, damage: str, named: str, cause: str
+) -> None:
+    path = tmp_path / "old.db"
+    await upgrade_to(sqlite_url(path), before)
+    with sqlite3.connect(path) as connection:
+        connection.execute(damage)
+        schema = connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
+    with pytest.raises(MigrationFailed) as failed:
+        await migrate.upgrade(sqlite_url(path))
+    message = failed.value.message
+    assert message.startswith(f"The migration {named}") and message.endswith(f"nothing has been changed: {cause}")
+    assert "\n" not in message
+    assert await migrate.current(sqlite_url(path)) == before
+    assert connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() == schema
+    connection.close()
+    arguments = ["db", "upgrade", "--data-dir", str(tmp_path), "--store-url", sqlite_url(path)]
+    done = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert (done.exit_code, done.stderr) == (6, f"terazi: {message}\n")
 
 
 async def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:

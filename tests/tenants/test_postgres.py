@@ -14,7 +14,7 @@ from sqlalchemy import Connection, insert, select
 from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, reports, tables, teams, tiers
 from tenants.database import Database, make_engine
-from tenants.errors import Conflict, SchemaTooNew
+from tenants.errors import Conflict, MigrationFailed, SchemaTooNew, StoreUnavailable
 from tenants.ledger import Ledger
 from tenants.periods import Period
 from tenants.retention import Retention
@@ -88,6 +88,33 @@ async def test_a_first_schema_with_rows_is_upgraded(server: PostgresServer) -> N
             insert(tables.ledger), histories.values([closed_row(open_entry("r"), outcome="refused")])
         )
     await database.dispose()
+
+
+@pytest.mark.case("T11")
+async def test_when_a_migration_fails_one_line_names_it(server: PostgresServer) -> None:
+    url = server.new_database()
+    await upgrade_to(url, "0001")
+    server.run(url, "CREATE TABLE step_hours (x int)")
+    with pytest.raises(MigrationFailed) as failed:
+        await migrate.upgrade(url)
+    assert failed.value.message.startswith("The migration 0002 (What swapping")
+    assert failed.value.message.endswith('nothing has been changed: relation "step_hours" already exists')
+    assert await migrate.current(url) == "0001"
+
+
+@pytest.mark.case("T11")
+async def test_when_there_is_no_connection_one_line_says_why(server: PostgresServer) -> None:
+    url = server.new_database()
+    for wrong, cause in (
+        (url.replace("@/terazi", "@/nosuch"), 'database "nosuch'),
+        (url.replace("postgres@", "nobody:secret-word@"), 'role "nobody" does not exist'),
+        ("postgresql+asyncpg://u:secret-word@127.0.0.1:1/x", "Connect call failed"),
+        ("postgresql+asyncpg://u:secret-word@/x?host=/nowhere", "No such file or directory"),
+    ):
+        for attempt in (migrate.upgrade, migrate.current):
+            with pytest.raises(StoreUnavailable, match=cause) as refused:
+                await attempt(wrong)
+            assert "\n" not in refused.value.message and "secret-word" not in refused.value.message
 
 
 async def test_a_database_of_a_newer_version_is_refused(server: PostgresServer) -> None:

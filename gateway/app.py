@@ -210,7 +210,7 @@ class Probe:
         reasons = not_ready_reasons(self._state) if self._is_readiness else []
         document: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if self._is_readiness:
-            document["degraded"] = self._state.ledger.is_failing
+            document["degraded"] = self._state.is_degraded
         headers = {**JSON_HEADERS, "retry-after": "1"} if reasons else JSON_HEADERS
         await _send(send, 503 if reasons else 200, headers, msgspec.json.encode(document))
 

@@ -26,14 +26,14 @@ from gateway.errors import EngineDied
 from gateway.http_protocol import HEAD_SECONDS
 from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
 from gateway.metrics import GatewayMetrics, not_ready_reasons
-from gateway.render import CommandError, print_json
+from gateway.render import EXIT_UNREACHABLE, CommandError, print_json
 from gateway.settings import Settings
 from gateway.state import GatewayState, HttpSettings
 from gateway.store import open_store
 from gateway.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
 from tenants.disk import disk_trouble
-from tenants.errors import TenantError
+from tenants.errors import StoreInUse, TenantError
 from tenants.snapshot import Snapshot
 
 _log = logging.getLogger("terazi.serve")
@@ -60,6 +60,8 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
             raise CommandError(named_by_source(str(error), settings), code="start_failed") from None
         except ListenError as error:
             raise CommandError(str(error), code="start_failed") from None
+        except StoreInUse as error:
+            raise CommandError(error.message, EXIT_UNREACHABLE, error.code) from None
         except TenantError as error:
             raise CommandError(error.message, code=error.code) from None
         except OSError as error:
@@ -122,7 +124,8 @@ class _Server:
             admin_sockets = bind(settings.admin_host, settings.admin_port)
             for listener in (*public_sockets, *admin_sockets):
                 stack.callback(listener.close)
-            self._store = await stack.enter_async_context(open_store(settings))
+            url = url_of(public_sockets, settings.host)
+            self._store = await stack.enter_async_context(open_store(settings, url))
             self._supervisor = self._make_engine()
             stack.push_async_callback(self._supervisor.stop)
             stack.push_async_callback(self._client.close)
@@ -146,11 +149,13 @@ class _Server:
                     prepare_run_seconds=settings.prepare_run_seconds,
                     prepare_idle_seconds=settings.prepare_idle_seconds,
                     prepare_memory_bytes=settings.prepare_memory_bytes,
+                    store_lock_grace=settings.store_lock_grace,
                 ),
+                store_lost_seconds=lambda: self._store.lock.lost_seconds,
             )
             stack.push_async_callback(self._state.preparation.stop)
             self._announcement = _Announcement(
-                url_of(public_sockets, settings.host),
+                url,
                 url_of(admin_sockets, settings.admin_host),
                 str(settings.data_dir),
             )
@@ -199,20 +204,22 @@ class _Server:
         engine_task = asyncio.create_task(self._supervisor.run(), name="engine")
         stop_task = asyncio.create_task(self._stop.wait(), name="stop")
         trim_task = asyncio.create_task(self._keep_trimmed(public), name="trim")
+        # Ends when another gateway has taken the store: then this one ends too.
+        lock_task = asyncio.create_task(self._store.lock.watch(), name="store-lock")
         info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
         lock.write_server_info(self._settings.data_dir, info)
         if not self._as_json:
             socket = self._settings.engine_socket
             print(f"connecting to {socket} ..." if socket else f"loading {self._settings.model} ...", flush=True)
-        everything = {public_task, admin_task, engine_task, stop_task}
+        everything = {public_task, admin_task, engine_task, stop_task, lock_task}
         try:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(public, public_task)
         finally:
-            for task in (engine_task, stop_task, trim_task):
+            for task in (engine_task, stop_task, trim_task, lock_task):
                 task.cancel()
             public.should_exit = admin.should_exit = True
-            tasks = (public_task, admin_task, engine_task, stop_task, trim_task)
+            tasks = (public_task, admin_task, engine_task, stop_task, trim_task, lock_task)
             endings = await asyncio.gather(*tasks, return_exceptions=True)
         for ending in endings:
             if isinstance(ending, Exception):
@@ -297,7 +304,7 @@ class _Server:
             "version": version("terazi"),
             "pid": os.getpid(),
             "ready": not reasons,
-            "degraded": self._store.ledger.is_failing,
+            "degraded": self._state.is_degraded,
             "reasons": reasons,
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
             "requests_open": self._client.num_streams,

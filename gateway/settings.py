@@ -48,6 +48,7 @@ class Settings:
     early_headers_after: float
     keep_alive_timeout: float
     store_url: str
+    store_lock_grace: float
     journal_fsync_interval: float
     on_error: str
     engine: str

@@ -170,6 +170,14 @@ SETTINGS: tuple[Setting, ...] = (
         "store_url", "str", "", "SQLAlchemy URL; empty is SQLite in the data directory.", "store.url", "--store-url"
     ),
     Setting(
+        "store_lock_grace",
+        "duration",
+        5.0,
+        "PostgreSQL: not ready when the connection that holds the store's lock has been lost for longer.",
+        "store.lock_grace",
+        most=3600,
+    ),
+    Setting(
         "journal_fsync_interval",
         "duration",
         0.05,

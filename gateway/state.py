@@ -40,6 +40,7 @@ class HttpSettings:
     prepare_memory_bytes: int = 256 * 1024 * 1024  # of the process
     settle_wait: float = 0.5  # after an abort, for the engine's count before the reservation is settled
     close_wait: float = 10.0  # and for its charge before the ledger row is closed
+    store_lock_grace: float = 5.0  # without the store's lock for so long: not ready
     engine_silence: float = 30.0  # open requests and no word for so long: not ready
     cors_allow_origin: str = "*"  # "" sends no CORS headers
 
@@ -114,6 +115,7 @@ class GatewayState:
     settings: HttpSettings = field(default_factory=HttpSettings)
     clock: GatewayClock = field(default_factory=SystemClock)
     is_draining: bool = False
+    store_lost_seconds: Callable[[], float] = float  # how long the store's lock has been lost; 0.0 while it is held
     refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
     meters: Meters = field(init=False)  # of admitted requests
     preparation: Preparation = field(init=False)
@@ -135,6 +137,11 @@ class GatewayState:
             memory_bytes=settings.prepare_memory_bytes,
         )
 
+    @property
+    def is_degraded(self) -> bool:
+        """Requests are served, but the database does not take rows, or the store's lock is lost."""
+        return self.ledger.is_failing or self.store_lost_seconds() > 0
+
     def end_streams(self) -> None:
         """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""
         self.is_draining = True
@@ -149,6 +156,7 @@ def not_ready_reasons(state: GatewayState) -> list[str]:
         "engine_unavailable": state.tokenizer is not None and not state.engine.is_ready,
         "engine_silent": state.engine.silent_seconds > state.settings.engine_silence,
         "journal_unwritable": state.ledger.is_unwritable,
+        "store_lock_lost": state.store_lost_seconds() > state.settings.store_lock_grace,
         "store_unavailable": not state.ledger.has_room,
     }
     return [reason for reason, is_so in facts.items() if is_so]

@@ -19,7 +19,7 @@ OUR_IMPORTS = {
 }
 LIBRARIES = {
     "policies": set(),
-    "tenants": {"sqlalchemy", "aiosqlite", "alembic", "msgspec"},
+    "tenants": {"sqlalchemy", "aiosqlite", "asyncpg", "alembic", "msgspec"},
     "engine": {"msgspec", "torch", "numpy", "gguf", "safetensors", "tokenizers"},
     "gateway": {
         "starlette", "uvicorn", "uvloop", "httptools", "httpx", "typer", "rich", "yaml", "msgspec", "tokenizers",

@@ -34,6 +34,20 @@ def test_a_second_server_on_the_same_data_directory_is_refused(running: Server) 
     assert running.terazi("db", "upgrade").returncode == 6
 
 
+@pytest.mark.case("T08")
+def test_when_the_store_is_shared_the_second_server_is_refused(running: Server, make_server: MakeServer) -> None:
+    """With a data directory of its own; commands that would write are refused too, and reports are not."""
+    url = f"sqlite+aiosqlite:///{running.data_dir / 'terazi.db'}"
+    other = make_server("other")
+    other.environment["TERAZI_STORE_URL"] = url
+    for command in ("serve --engine sim --model tiny-random --port 0 --admin-port 0", "team create x", "db upgrade"):
+        done = other.terazi(*command.split())
+        assert done.returncode == 6
+        assert f"in use by the gateway at {running.url} " in one_line(done)
+    assert other.terazi("usage", "report").returncode == 0
+    assert running.readyz() == 200
+
+
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
 def test_a_taken_port_is_one_clear_line(make_server: MakeServer, flag: str) -> None:
     server = make_server()

@@ -36,6 +36,18 @@ async def test_when_the_journal_is_unwritable_it_is_not_ready() -> None:
         assert (await g.http.get("/readyz")).json()["reasons"] == []
 
 
+@pytest.mark.case("T08")
+async def test_when_the_stores_lock_is_lost_it_is_not_ready() -> None:
+    async with gateway() as g:
+        grace = g.state.settings.store_lock_grace
+        answers = []
+        for lost in (0.0, 0.1, grace, grace + 0.1):
+            g.state.store_lost_seconds = lambda lost=lost: lost  # type: ignore[misc]
+            answer = await g.http.get("/readyz")
+            answers.append((answer.status_code, answer.json()["degraded"], answer.json()["reasons"]))
+        assert answers == [(200, False, []), *[(200, True, [])] * 2, (503, True, ["store_lock_lost"])]
+
+
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte more can be written to a file of the data directory."""

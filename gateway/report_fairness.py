@@ -19,6 +19,7 @@ from gateway.report_format import (
     count,
     has_wide_bound,
     is_broken,
+    missing_samples,
     moment,
     number,
     part_of,
@@ -41,7 +42,9 @@ def render_fairness(report: Report, series: Report) -> str:
     """The page of one period, in the report's time zone."""
     zone = ZoneInfo(report["time_zone"])
     subtitle = f"{moment(report['from'], zone)} to {moment(report['to'], zone)}, {report['time_zone']}."
-    return render_page(fairness_page(report, series, title="Fairness report", subtitle=subtitle, zone=zone))
+    notes = missing_samples(report)
+    page = fairness_page(report, series, title="Fairness report", subtitle=subtitle, zone=zone, warnings=notes)
+    return render_page(page)
 
 
 def fairness_page(

@@ -1,7 +1,7 @@
 """How a report's numbers, verdicts and teams are shown."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, tzinfo
+from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 from gateway import svg
@@ -67,6 +67,28 @@ def why_unbound(report: Report, tier: Mapping[str, Any]) -> str:
     """Why no bound is printed for a tier: none of its requests starved, or the order and its settings promise none."""
     is_promised = any(row["tier"] == tier["tier"] and row["pause_bound_seconds"] for row in report["data"])
     return "never starved" if is_promised else "no bound"
+
+
+def missing_samples(report: Report) -> list[str]:
+    """Sentences on what the report does not know of its period; none when it knows all."""
+    notes = []
+    deleted, by_hour = report.get("samples_deleted_before"), report.get("samples_by_the_hour_before")
+    if deleted is not None:
+        notes.append(
+            f"The samples before {deleted} have been deleted: device seconds, shares, promotions and interference "
+            "of the time before are missing here. Requests and waits come from the ledger and are complete."
+        )
+    if by_hour is not None and any(_cuts_an_hour(report[end], by_hour) for end in ("from", "to")):
+        notes.append(
+            f"Before {by_hour} the samples are kept by the hour (of UTC): an hour that the period cuts counts whole if "
+            "it starts in the period, else not at all."
+        )
+    return notes
+
+
+def _cuts_an_hour(moment_text: str, by_hour_before: str) -> bool:
+    at, edge = (datetime.fromisoformat(text).astimezone(UTC) for text in (moment_text, by_hour_before))
+    return at <= edge and at.replace(minute=0, second=0, microsecond=0) != at
 
 
 def was_short(report: Report, series: Report) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.render import cell, print_json, print_table
-from gateway.report_format import team_name, why_unbound
+from gateway.report_format import missing_samples, team_name, why_unbound
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown", "refused"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
@@ -45,6 +45,8 @@ def write_usage(report: Report) -> None:
 def write_fairness(report: Report) -> None:
     """One short table for each question the page answers."""
     print(_title("fairness", report))
+    for note in missing_samples(report):
+        print(f"note: {note}")
     if not report["data"] and not report["tiers"]:
         print("nothing was served in this period")
         return

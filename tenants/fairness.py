@@ -14,6 +14,10 @@ Counts and waits are of requests that finished in the period, from the ledger; s
 interference are by the second, from the samples. Each request is held against the bound that was worked out for it when
 it began to starve: `pauses_over_bound` counts those that paused longer, which the tier's longest pause and largest
 bound need not show. Percentiles are exact, by nearest rank. Times are seconds.
+
+`samples_deleted_before` is a moment of the period before which its samples are gone: service, shares, promotions and
+interference begin there. `samples_by_the_hour_before` is one before which only whole hours are known, each of which
+counts where it starts. Both are null when nothing of the period is missing.
 """
 
 import math
@@ -56,6 +60,8 @@ async def fairness_report(connection: AsyncConnection, period: Period) -> dict[s
     return {
         "object": "fairness_report",
         **period.describe(),
+        "samples_deleted_before": _shown_edge(period, reached.hours_from_us),
+        "samples_by_the_hour_before": _shown_edge(period, reached.seconds_from_us),
         "data": data,
         "jain_weighted": weighted_jain([(line["weight"], line["satisfaction"]) for line in judged]),
         "satisfaction_min_to_max": min_to_max([line["satisfaction"] for line in judged]),
@@ -72,6 +78,11 @@ async def fairness_report(connection: AsyncConnection, period: Period) -> dict[s
             "promotions": sum(line["promotions"] for line in data),
         },
     }
+
+
+def _shown_edge(period: Period, edge_us: int) -> str | None:
+    """The moment up to which the period lacks samples; None when it lacks none."""
+    return period.shown(min(edge_us, period.to_us)) if period.from_us < edge_us else None
 
 
 def weighted_jain(values: Sequence[tuple[float, float]]) -> float | None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
-from tenants.clock import wall_clock_us
+from tenants.clock import iso, wall_clock_us
 from tenants.database import STORE_ERRORS, Database, insert_or_ignore
 from tenants.disk import is_full
 from tenants.errors import StoreUnavailable
@@ -69,7 +70,7 @@ class LedgerSettings:
 class Ledger:
     """Owns the journal and the only task that writes ledger rows and samples.
 
-    `directory` is DATA_DIR/journal. `sleep` and `now_us` are injected for tests.
+    `directory` is DATA_DIR/journal. `sleep`, `now_us` and `monotonic` (seconds) are injected for tests.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Ledger:
         *,
         now_us: Callable[[], int] = wall_clock_us,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
         self._directory = directory
@@ -93,6 +95,7 @@ class Ledger:
             database,
             seconds_kept_hours=self._settings.sample_seconds_kept_hours,
             hours_kept_days=self._settings.sample_hours_kept_days,
+            monotonic=monotonic,
         )
         self._now_us = now_us
         self._sleep = sleep
@@ -105,6 +108,7 @@ class Ledger:
         self._syncer: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._has_failed = False
+        self._has_warned_of_clock = False
         self.num_failures = 0  # SQL transactions that failed
         self.num_rejected = 0  # rows the database can never take; kept in rejected.jsonl
         self.num_samples_dropped = 0
@@ -117,7 +121,7 @@ class Ledger:
         replay = self._journal.replay()
         num_rows = 0
         try:
-            await self._retention.load()
+            await self._retention.load(self._now_us())
             for batch in _batches(self._replayed_rows(replay), self._settings.batch_rows_max):
                 await self._write(batch, [])
                 num_rows += len(batch)
@@ -180,7 +184,16 @@ class Ledger:
     def add_samples(self, samples: Sequence[SampleRow]) -> None:
         """Samples of one interval, all kinds together."""
         kept = [sample for sample in samples if sample.at_us >= self._retention.seconds_from_us]
-        self.num_samples_dropped += len(samples) - len(kept)  # the clock has stepped back by days
+        if len(kept) < len(samples):  # the clock has stepped back by days
+            if not self._has_warned_of_clock:
+                _log.warning(
+                    "samples are dropped: their hour (%s) is older than the seconds that are kept (from %s). Is the "
+                    "clock right?",
+                    iso(samples[0].at_us),
+                    iso(self._retention.seconds_from_us),
+                )
+            self._has_warned_of_clock = True
+            self.num_samples_dropped += len(samples) - len(kept)
         self._samples.extend(kept)
         while len(self._samples) > self._settings.samples_max:
             self._samples.popleft()

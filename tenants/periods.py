@@ -33,9 +33,10 @@ class Period:
 
     def describe(self) -> dict[str, str | None]:
         """As every report prints it."""
-        return {"from": self._shown(self.from_us), "to": self._shown(self.to_us), "time_zone": self.time_zone}
+        return {"from": self.shown(self.from_us), "to": self.shown(self.to_us), "time_zone": self.time_zone}
 
-    def _shown(self, at_us: int) -> str | None:
+    def shown(self, at_us: int) -> str | None:
+        """A moment as the report prints it: RFC 3339 in the period's zone."""
         if self.time_zone == DEFAULT_TIME_ZONE:
             return iso(at_us)
         return from_epoch_us(at_us).astimezone(zone_of(self.time_zone)).isoformat()

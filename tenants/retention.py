@@ -12,21 +12,37 @@ whose seconds are gone are not taken (`seconds_from_us`).
 gone, periods that cut an hour get it whole if it starts in them, plots have one moment for it, and how many sequences
 waited or ran in each second is no longer known.
 
+*Age, and clocks that lie.* What is deleted is gone, so a wall clock alone does not decide it. Age is measured against
+the least of three moments: the wall clock; one hour after the newest row that was ever booked; and the moment of the
+last run plus the time that this process has really run since, and a little more (`moment_of_age`). A clock that is 500
+days ahead at one start so deletes nothing that was not about to go anyway: no row is so new, and once there are such
+rows, each run moves on by little more than the time since the last one. A store that was idle or switched off keeps its
+samples for longer, and catches up a quarter faster than time passes.
+
 *Transactions.* The ledger's writer calls `work` between its batches. Each call writes at most one hour's sums (read
 before the write lock is taken), or deletes about `DELETED_ROWS_MAX` rows, so nobody waits long.
 """
 
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sqlalchemy import ColumnElement, Table, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
+from tenants.clock import iso
 from tenants.database import Database
 from tenants.samples import HOUR_US, SERVICE_COLUMNS, Reach, Span, floor_hour, seconds_by_team, summed
 
+_log = logging.getLogger("terazi.retention")
+
 DELETED_ROWS_MAX = 5_000  # in one transaction; the rows of one moment go together
+AFTER_NEWEST_US = HOUR_US  # ages are measured against no later moment after the newest row
+FIRST_RUN_US = HOUR_US  # allowed for at the first run of a process, which may have run for minutes each time
+CLOCK_AHEAD_US = 7 * 24 * HOUR_US  # of the newest row at a start: then it is warned about
+CLOCK_JUMP_US = HOUR_US  # while the server runs, or back from the newest row
 _DAY_HOURS = 24
 _PLAIN_SUMS = (
     (tables.interference_samples, tables.interference_hours),
@@ -41,24 +57,43 @@ class Retention:
     """Sums and deletes the samples of one store. Owns the marks; used by one task, after `load`.
 
     `seconds_kept_hours` and `hours_kept_days` are how long each is kept, counted from the end of its hour. Raises
-    ValueError unless there is an hour of seconds at least, and hours are kept no shorter than seconds.
+    ValueError unless there is an hour of seconds at least, and hours are kept no shorter than seconds. `monotonic` is
+    seconds of a clock that nobody sets.
     """
 
-    def __init__(self, database: Database, *, seconds_kept_hours: int, hours_kept_days: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        seconds_kept_hours: int,
+        hours_kept_days: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not 1 <= seconds_kept_hours <= hours_kept_days * _DAY_HOURS:
             raise ValueError("samples are kept for one hour at least, and hours no shorter than seconds")
         self._database = database
         self._seconds_kept_us = seconds_kept_hours * HOUR_US
         self._hours_kept_us = hours_kept_days * _DAY_HOURS * HOUR_US
+        self._monotonic = monotonic
         self._done_us = -1  # the hour in which everything that was due is done
         self._hours_to_us = 0
+        self._hours_from_us = 0
+        self._aged_to_us = 0
+        self._clocks: tuple[int, float] | None = None  # wall and monotonic, at the last run of this process
+        self._age_us: int | None = None  # of the run that is going on
         self.seconds_from_us = 0  # samples before this are not taken any more
 
-    async def load(self) -> None:
-        """Read the marks. Raises what the database raises."""
+    async def load(self, now_us: int | None = None) -> None:
+        """Read the marks, and warn of a clock that cannot be right. Raises what the database raises."""
         async with self._database.session() as connection:
-            row = (await connection.execute(select(_marks.c.hours_to_us, _marks.c.seconds_from_us))).one()
-        self._hours_to_us, self.seconds_from_us = row
+            row = (await connection.execute(select(_marks))).mappings().one()
+            newest_us = await newest_row(connection) if now_us is not None else None
+        self._hours_to_us, self.seconds_from_us = row["hours_to_us"], row["seconds_from_us"]
+        self._hours_from_us, self._aged_to_us = row["hours_from_us"], row["aged_to_us"]
+        self._clocks, self._age_us, self._done_us = None, None, -1
+        self._loaded_at = self._monotonic()
+        if now_us is not None and newest_us is not None:
+            _warn_of_clock(now_us, newest_us)
 
     async def reopen(self, connection: AsyncConnection, moments: Iterable[int]) -> None:
         """Samples of these moments are written in this transaction: sums that they belong into count no more."""
@@ -79,14 +114,40 @@ class Retention:
         if hour_us is not None and hour_us < this_hour_us:
             await self._sum_hour(hour_us)
             return
-        edge_us = min(this_hour_us - self._seconds_kept_us, self._hours_to_us)
+        if self._age_us is None:
+            self._age_us = await self._measure_age(now_us)
+        age_us = floor_hour(self._age_us)
+        edge_us = min(age_us - self._seconds_kept_us, self._hours_to_us)
         if edge_us > self.seconds_from_us:
             await self._set_marks(seconds_from_us=edge_us)  # before the first row goes: no report reads half an hour
         if await self._delete(_SECONDS, self.seconds_from_us):
             return
-        if await self._delete(_HOURS, this_hour_us - self._hours_kept_us):
+        edge_us = age_us - self._hours_kept_us
+        if edge_us > self._hours_from_us and await self._has_rows(_HOURS, edge_us):
+            await self._set_marks(hours_from_us=edge_us)
+        if await self._delete(_HOURS, edge_us):
             return
-        self._done_us = this_hour_us
+        self._done_us, self._age_us = this_hour_us, None
+
+    async def _measure_age(self, now_us: int) -> int:
+        """The moment against which this run measures ages, and the mark for the next run."""
+        async with self._database.session() as connection:
+            newest_us = await newest_row(connection)
+        if newest_us is None:
+            return 0
+        ran_us = round((self._monotonic() - (self._clocks[1] if self._clocks else self._loaded_at)) * 1e6)
+        if self._clocks is not None and now_us - self._clocks[0] - ran_us > CLOCK_JUMP_US:
+            _log.warning(
+                "the clock has been set ahead by %s while the server ran; samples are not deleted faster for it",
+                _duration(now_us - self._clocks[0] - ran_us),
+            )
+        if not self._clocks:
+            ran_us += FIRST_RUN_US
+        self._clocks = now_us, self._monotonic()
+        age_us, aged_to_us = moment_of_age(now_us, newest_us=newest_us, aged_to_us=self._aged_to_us, ran_us=ran_us)
+        if aged_to_us != self._aged_to_us:
+            await self._set_marks(aged_to_us=aged_to_us)
+        return age_us
 
     async def _first_unsummed(self) -> int | None:
         """The first hour that has samples and no sums."""
@@ -123,10 +184,17 @@ class Retention:
             await connection.execute(update(_marks).values(hours_to_us=span.to_us))
         self._hours_to_us = span.to_us
 
-    async def _set_marks(self, *, seconds_from_us: int) -> None:
+    async def _set_marks(self, **marks: int) -> None:
         async with self._database.begin_immediate() as connection:
-            await connection.execute(update(_marks).values(seconds_from_us=seconds_from_us))
-        self.seconds_from_us = seconds_from_us
+            await connection.execute(update(_marks).values(**marks))
+        self.seconds_from_us = marks.get("seconds_from_us", self.seconds_from_us)
+        self._hours_from_us = marks.get("hours_from_us", self._hours_from_us)
+        self._aged_to_us = marks.get("aged_to_us", self._aged_to_us)
+
+    async def _has_rows(self, some_tables: Iterable[Table], edge_us: int) -> bool:
+        async with self._database.session() as connection:
+            firsts = [await connection.scalar(select(func.min(table.c.at_us))) for table in some_tables]
+        return any(first is not None and first < edge_us for first in firsts)
 
     async def _delete(self, some_tables: Iterable[Table], edge_us: int) -> bool:
         """Delete the oldest rows of the first table that has any before `edge_us`; whether there were any."""
@@ -138,6 +206,51 @@ class Retention:
                     await connection.execute(delete(table).where(table.c.at_us <= last_us))
                 return True
         return False
+
+
+def moment_of_age(now_us: int, *, newest_us: int, aged_to_us: int, ran_us: int) -> tuple[int, int]:
+    """(the moment against which ages are measured, the mark to keep for the next run).
+
+    `newest_us` is the newest booked row; `aged_to_us` the mark of the last run, 0 if there was none; `ran_us` the time
+    that is allowed for since then, by a clock that nobody sets. For example: the wall clock jumps ahead by 500 days, a
+    row is booked, and the next run comes after an hour: ages are measured against the last mark plus 75 minutes.
+    """
+    by_rows_us = newest_us + AFTER_NEWEST_US
+    if not aged_to_us:
+        return min(now_us, by_rows_us), min(now_us, by_rows_us)
+    allowed_us = min(now_us, aged_to_us + ran_us + ran_us // 4)
+    return min(allowed_us, by_rows_us), allowed_us
+
+
+async def newest_row(connection: AsyncConnection) -> int | None:
+    """The moment of the newest row of ledger and samples; None when nothing has been booked."""
+    columns = [tables.ledger.c.finished_at_us, *(table.c.at_us for table in _SECONDS)]
+    found = [await connection.scalar(select(func.max(column))) for column in columns]
+    return max((moment for moment in found if moment is not None), default=None)
+
+
+def _warn_of_clock(now_us: int, newest_us: int) -> None:
+    if now_us - newest_us > CLOCK_AHEAD_US:
+        _log.warning(
+            "the clock (%s) is %s ahead of the newest booked row (%s): if the clock is wrong, set it right before "
+            "requests come. Samples are not deleted faster for it",
+            iso(now_us),
+            _duration(now_us - newest_us),
+            iso(newest_us),
+        )
+    elif newest_us - now_us > CLOCK_JUMP_US:
+        _log.warning(
+            "the clock (%s) is %s behind the newest booked row (%s): it was ahead then, or is wrong now. What is "
+            "booked now stands before those rows in reports, and samples of hours whose seconds are gone are dropped",
+            iso(now_us),
+            _duration(newest_us - now_us),
+            iso(newest_us),
+        )
+
+
+def _duration(us: int) -> str:
+    hours = us / HOUR_US
+    return f"{hours / _DAY_HOURS:.0f} days" if hours >= 2 * _DAY_HOURS else f"{hours:.0f} hours"
 
 
 async def _nth_oldest(connection: AsyncConnection, at: ColumnElement[int], edge_us: int) -> int | None:

@@ -9,7 +9,7 @@ nothing and miss nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, select, union_all
@@ -61,6 +61,7 @@ class Reach:
     hours: Span | None
     seconds: tuple[Span, ...]
     seconds_from_us: int  # nothing finer than hours before this
+    hours_from_us: int = 0  # nothing at all before this
 
 
 def floor_hour(at_us: int) -> int:
@@ -76,8 +77,8 @@ def ceil_hour(at_us: int) -> int:
 async def reach(connection: AsyncConnection, period: Period) -> Reach:
     """How to read `period` now."""
     marks = tables.sample_marks.c
-    row = (await connection.execute(select(marks.hours_to_us, marks.seconds_from_us))).one()
-    return split(period, row.hours_to_us, row.seconds_from_us)
+    row = (await connection.execute(select(marks.hours_to_us, marks.seconds_from_us, marks.hours_from_us))).one()
+    return replace(split(period, row.hours_to_us, row.seconds_from_us), hours_from_us=row.hours_from_us)
 
 
 def split(period: Period, hours_to_us: int, seconds_from_us: int) -> Reach:

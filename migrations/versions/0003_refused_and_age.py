@@ -20,6 +20,10 @@ depends_on = None
 
 OLD = "outcome IN ('ok','client_closed','timeout','error','lost','shutdown')"
 NEW = "outcome IN ('ok','client_closed','timeout','error','lost','shutdown','refused')"
+IN_POSTGRES = (
+    "ALTER TABLE ledger DROP CONSTRAINT ck_ledger_outcome, ADD CONSTRAINT ck_ledger_outcome "
+    "CHECK (outcome IN ('ok','client_closed','timeout','error','lost','shutdown','refused')) NOT VALID"
+)
 
 
 def upgrade() -> None:
@@ -27,8 +31,7 @@ def upgrade() -> None:
     if op.get_context().dialect.name == "sqlite":
         _widen_in_sqlite()
     else:
-        op.execute("ALTER TABLE ledger DROP CONSTRAINT ck_ledger_outcome")
-        op.execute(f"ALTER TABLE ledger ADD CONSTRAINT ck_ledger_outcome CHECK ({NEW}) NOT VALID")
+        op.execute(IN_POSTGRES)
     for name in ("hours_from_us", "aged_to_us"):
         op.add_column("sample_marks", sa.Column(name, sa.BigInteger(), server_default=sa.text("0"), nullable=False))
 

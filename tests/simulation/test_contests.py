@@ -1,12 +1,13 @@
 """Teams against each other over many steps: floors, bursts, tiers under load, and what a preempted request gets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
 
 from engine.clock import VirtualClock
 from engine.messages import Finished, SamplingParams, Submit, TeamEntry
+from engine.plan import StepPlan, StepResult
 from engine.sim.runner import SimRunner
 from policies.baselines import Fcfs
 from policies.config import PolicyConfig
@@ -57,6 +58,58 @@ def test_saturating_gold_leaves_bronze_its_floor_and_its_bound() -> None:
     assert share(Contest(clients(), teams=TEAMS, is_gated=False).run()) < 0.03, "without a gate: only promotions"
     starved = Contest(clients(), teams=TEAMS, is_gated=False, promotion_percent=0).run()
     assert starved[BRONZE].first_token_us == [] and starved[GOLD].device_us > 0
+
+
+HOG, LIGHT = Ask(prompt=7900, output=100), Ask(prompt=50, output=50)
+
+
+class TimedByTeam:
+    """The simulated runner, and what part of the steps' time each team's rows took: told by nobody but the profile.
+
+    Rows are told apart by their max tokens.
+    """
+
+    def __init__(self, runner: SimRunner) -> None:
+        self._runner = runner
+        self.time_us = {HOG.output: 0.0, LIGHT.output: 0.0}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for row in plan.rows:
+            own = PROFILE.prefill_marginal_us(row.start, len(row.token_ids))
+            if row.is_decode:
+                own = PROFILE.decode_marginal_us(row.start + 1)
+            self.time_us[row.sampling.max_tokens] += own + PROFILE.fixed_us / len(plan.rows)
+        return self._runner.execute(plan)
+
+    def release(self, seq_id: int) -> None:
+        self._runner.release(seq_id)
+
+
+def share_of_hog(policy: str) -> float:
+    """Two teams of one weight, always backlogged, for a minute: requests of 8,000 tokens against 100."""
+    loops = {0: [forever(HOG) for _ in range(8)], 1: [forever(LIGHT) for _ in range(64)]}
+    contest = Contest(loops, policy=policy)
+    timed = TimedByTeam(SimRunner(PROFILE, contest.clock))
+    contest.engine.core._runner = timed
+    contest.run(60)
+    assert sum(timed.time_us.values()) == pytest.approx(60e6, rel=0.05)
+    return timed.time_us[HOG.output] / sum(timed.time_us.values())
+
+
+@pytest.mark.case("G55")
+def test_when_requests_differ_80_times_both_get_half_the_time() -> None:
+    assert share_of_hog("eg-mlfq") == pytest.approx(0.5, abs=0.05)
+
+
+def test_when_nothing_is_fair_the_large_requests_get_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: by arrival, or by steps that are charged by their rows and not by their time."""
+    assert share_of_hog("fcfs") > 0.7
+
+    def by_rows(duration_us: int, marginals_us: Sequence[float], fixed_us: float) -> list[int]:
+        return [duration_us // len(marginals_us)] * len(marginals_us)
+
+    monkeypatch.setattr("engine.scheduler.split_step", by_rows)
+    assert share_of_hog("eg-mlfq") > 0.6
 
 
 @pytest.mark.case("G61")

@@ -190,8 +190,8 @@ class Run:
                 self.accounts[team_id].learn(own[team_id], work[team_id])
 
 
-@pytest.mark.case("O9")
 def test_the_water_level_of_known_cases() -> None:
+    """Of this file's own oracle."""
     assert water_fill(12, {1: 9, 2: 9}, {1: 2, 2: 1}) == {1: 8, 2: 4}
     assert water_fill(12, {1: 3, 2: 99, 3: 99}, {1: 2, 2: 1, 3: 2}) == {1: 3, 2: 3, 3: 6}
     assert water_fill(4, {1: 1, 2: 8}, {1: 1, 2: 1}) == {1: 1, 2: 3}  # 1 of 4 slots is all it asks for

@@ -64,7 +64,6 @@ async def test_fairness_equals_a_plain_loop(store: Store, seed: int) -> None:
     assert report["device_seconds"] == pytest.approx(sum(one.served_us for one in within) / 1e6)
 
 
-@pytest.mark.case("G55")
 async def test_the_index_sees_device_time_not_waiting_or_requests(store: Store) -> None:
     """Two backlogged teams of one weight; one has 80 times the device seconds of the other for as many requests."""
     ids = [await store.team(team, "gold") for team in ("hog", "victim")]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tenants.errors import StoreUnavailable
-from tenants.journal import CLOSE_LINE_BYTES, Journal, sync_and_close
+from tenants.journal import CLOSE_LINE_BYTES, Journal, _line, sync_and_close
 from tenants.rows import Progress
 from tests.tenants.support import closed_row, open_entry
 
@@ -133,6 +133,44 @@ def test_a_segment_stays_until_its_rows_are_committed_and_its_opens_are_on_disk(
     one.close()
 
 
+def test_when_every_close_is_as_long_as_can_be_they_all_fit(tmp_path: Path) -> None:
+    """An open keeps room for its own close too, and not only for those of the requests before it."""
+    bytes_max = 50_000
+    for spare in range(0, CLOSE_LINE_BYTES, 97):  # wherever the limit cuts
+        one = journal(tmp_path / str(spare), bytes_max=bytes_max + spare)
+        admitted = []
+        with pytest.raises(StoreUnavailable):
+            for i in range(10_000):
+                one.append_open(open_entry(f"r{i}"))
+                admitted.append(f"r{i}")
+        for name in admitted:
+            row = closed_row(open_entry(name), level_path="")
+            padding = CLOSE_LINE_BYTES - len(_line("close", row))
+            one.append_close(closed_row(open_entry(name), level_path="x" * padding))
+        assert one.num_bytes <= bytes_max + spare
+        one.close()
+
+
+def test_when_a_segment_is_full_it_is_synced_before_the_next(tmp_path: Path) -> None:
+    """Its closes are acknowledged: they must outlive a power failure like those of the present segment."""
+    one = journal(tmp_path, segment_bytes=2_000)
+    one.append_open(open_entry("a"))
+    (first,) = one.segments()
+    while len(one.segments()) == 1:
+        one.append_open(open_entry(f"r{one.num_open}"))
+    dirty = one.take_dirty()
+    assert dirty is not None
+    inodes = [os.fstat(fd).st_ino for fd in dirty[0]]
+    assert inodes == [path.stat().st_ino for path in one.segments()] and inodes[0] == first.stat().st_ino
+    one.unsynced(dirty[0])  # a stop came in between: they are synced as the journal closes
+    again = one.take_dirty()
+    assert again is not None and [os.fstat(fd).st_ino for fd in again[0]] == inodes
+    for fd in again[0]:
+        sync_and_close(fd)
+    one.synced(again[1])
+    one.close()
+
+
 def test_an_idle_journal_is_empty(tmp_path: Path) -> None:
     one = journal(tmp_path)
     for i in range(50):
@@ -173,8 +211,6 @@ def test_what_was_admitted_can_always_be_booked(tmp_path: Path) -> None:
 
 
 def test_a_close_line_fits_the_room_kept_for_it() -> None:
-    from tenants.journal import _line
-
     entry = open_entry("r" * 128, project="p" * 63, team="t" * 63, tier="g" * 63, model="m" * 255, endpoint="e" * 64)
     row = closed_row(entry, level_path=">".join(["7"] * 100), error_code="c" * 64, finish_reason="f" * 16)
     assert len(_line("close", row)) <= CLOSE_LINE_BYTES

@@ -195,7 +195,6 @@ def test_more_than_was_reserved_is_a_debt() -> None:
     assert leases.totals(1).is_balanced
 
 
-@pytest.mark.case("G11")
 def test_a_reservation_ends_exactly_once() -> None:
     leases = Leases(Clock())
     reservation = leases.reserve_request(identity())
@@ -210,7 +209,6 @@ def test_a_reservation_ends_exactly_once() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.case("G21")
 @pytest.mark.parametrize("steps", range(5))
 async def test_whatever_await_a_request_is_cancelled_at_nothing_stays_held(steps: int) -> None:
     leases = Leases(Clock())
@@ -335,3 +333,46 @@ def test_a_window_is_bounded_whatever_the_rate() -> None:
         window.sum(now)
     assert len(window._entries) <= 6_001
     assert window.sum(now) >= 60 / 0.0007 - 1  # never less than exact counting
+
+
+def test_when_nothing_counts_the_minute_is_free_at_once() -> None:
+    """A request that was given back, or used nothing, leaves an entry that holds nothing."""
+    clock = Clock()
+    leases, who = Leases(clock), identity(requests_per_minute=10, tokens_per_minute=100)
+
+    def resets() -> tuple[float | None, float | None]:
+        view = leases.view(who)
+        return view.requests.reset_seconds, view.tokens.reset_seconds
+
+    for end in ("release", "settle"):
+        reservation = leases.reserve_request(who)
+        leases.reserve_tokens(reservation, 50)
+        assert resets() == (60.0, 60.0)
+        leases.release(reservation) if end == "release" else leases.settle(reservation, 0)
+        assert resets() == ((0.0, 0.0) if end == "release" else (60.0, 0.0))
+    clock.now += 20
+    used = leases.reserve_request(who)
+    leases.reserve_tokens(used, 50)
+    leases.settle(used, 7)
+    clock.now += 10
+    given_back = leases.reserve_request(who)
+    leases.reserve_tokens(given_back, 50)
+    leases.release(given_back)
+    assert resets() == (50.0, 50.0), "that of the older one, which counts"
+
+
+def test_when_a_request_takes_the_whole_minute_it_fits_later() -> None:
+    clock = Clock()
+    leases, who = Leases(clock), identity(tokens_per_minute=100)
+    assert admit(leases, who, 40)
+    reservation = leases.reserve_request(who)
+    with pytest.raises(LimitExceeded) as refused:
+        leases.reserve_tokens(reservation, 100)
+    assert not refused.value.never_fits, "waiting helps"
+    assert refused.value.retry_after_seconds == 60.0
+    clock.now += 60
+    assert admit(leases, who, 100)
+    reservation = leases.reserve_request(who)
+    with pytest.raises(LimitExceeded) as refused:
+        leases.reserve_tokens(reservation, 101)
+    assert refused.value.never_fits

@@ -104,7 +104,6 @@ async def test_a_row_has_every_column_it_was_given(store: Store) -> None:
     assert found == {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
-@pytest.mark.case("G11")
 async def test_two_inner_attempts_are_one_row(store: Store) -> None:
     async with running(store) as ledger:
         book(ledger, "r", attempts=2, output_tokens=7)
@@ -419,12 +418,16 @@ async def test_samples_are_booked_once_and_bounded(store: Store) -> None:
             await asyncio.sleep(0)
         await until(lambda: ledger.is_failing)
         assert ledger.num_samples_dropped == 20
+        # What a failed batch had taken is back in its place: the oldest still go first.
+        await until(lambda: ledger.num_failures >= 3)
+        ledger.add_samples([sample(31)])
+        assert [one.served_us for one in ledger._samples] == list(range(22, 32))
         outage.end()
         await ledger.flush()
     async with store.database.session() as connection:
         query = select(tables.service_samples.c.served_us).order_by(tables.service_samples.c.at_us)
         booked = (await connection.execute(query)).scalars().all()
-    assert booked == [0, 0, *range(21, 31)]  # the newest stay
+    assert booked == [0, 0, *range(22, 32)]  # the newest stay
 
 
 async def test_the_last_minute_is_read_back_for_the_leases(store: Store) -> None:
@@ -435,6 +438,17 @@ async def test_the_last_minute_is_read_back_for_the_leases(store: Store) -> None
             ledger.close(closed_row(entry, finished_at_us=NOW_US - 1, output_tokens=age))
     async with store.database.session() as connection:
         assert await recent_use(connection, NOW_US) == [(1, 59.0, 69), (1, 5.0, 15)]
+
+
+async def test_when_a_restart_comes_late_a_lost_row_is_of_today(store: Store) -> None:
+    """Else a period that is over, and was reported, would change."""
+    async with running(store) as ledger:
+        ledger.open(open_entry("r"))
+    store.now_us = NOW_US + 3 * 86_400_000_000
+    async with running(store) as ledger:
+        assert ledger.num_lost == 1
+    (row,) = await store.ledger_rows()
+    assert (row["outcome"], row["finished_at_us"], row["admitted_at_us"]) == ("lost", store.now_us, NOW_US + 1_000)
 
 
 async def test_progress_of_an_ended_request_is_forgotten(store: Store) -> None:

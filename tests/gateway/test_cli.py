@@ -222,7 +222,7 @@ def test_when_a_team_is_called_all_then_the_total_stays_apart(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(b"x"), "line 1: the file is gzip, not text: unpack it first"),
+        (gzip.compress(b"x", mtime=0), "line 1: the file is gzip, not text: unpack it first"),
         (b"t,team,prompt_tokens,output_tokens\n1,a,2,3\n", "line 1: .*CSV.*four names t, team, prompt_tokens"),
         (b'{"t": 1.7e9, "team": "a", "prompt_tokens": 2, "output_tokens": 3}\n', "line 1: .*subtract the first time"),
     ],

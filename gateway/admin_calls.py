@@ -30,6 +30,9 @@ ACTOR = "admin"
 Written = TypeVar("Written")
 
 
+READINESS = ("ready", "degraded", "reasons", "engine_failure", "simulated")  # of the status, in /readyz
+
+
 class AdminCalls:
     """The handlers; each reads its input, does one thing, and shows the result."""
 
@@ -43,7 +46,7 @@ class AdminCalls:
 
     async def readyz(self, _: Request) -> Response:
         status = self._state.status()
-        shown = {name: status[name] for name in ("ready", "degraded", "reasons") if name in status}
+        shown = {name: status[name] for name in READINESS if name in status}
         return json_response(shown, 200 if status["ready"] else 503)
 
     async def metrics(self, _: Request) -> Response:

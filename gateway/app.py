@@ -28,7 +28,7 @@ from gateway.reply import JSON_HEADERS
 from gateway.state import GatewayState as GatewayState
 from gateway.state import HttpSettings as HttpSettings
 from gateway.state import SystemClock as SystemClock
-from gateway.state import not_ready_reasons, starting_error
+from gateway.state import engine_document, not_ready_reasons, starting_error
 
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"
@@ -211,6 +211,7 @@ class Probe:
         document: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if self._is_readiness:
             document["degraded"] = self._state.is_degraded
+            document |= engine_document(self._state)
         headers = {**JSON_HEADERS, "retry-after": "1"} if reasons else JSON_HEADERS
         await _send(send, 503 if reasons else 200, headers, msgspec.json.encode(document))
 

@@ -40,7 +40,7 @@ from gateway.preparation import BodyHold
 from gateway.prepare import Prepared
 from gateway.reply import JSON_HEADERS, STREAM_HEADERS, Reply
 from gateway.request_fields import ignored_header
-from gateway.state import GatewayState, Timer, starting_error
+from gateway.state import GatewayState, Timer, engine_away_error, starting_error
 from gateway.tokenizer import ModelTokenizer
 from tenants.rows import OpenEntry, Progress
 from tenants.snapshot import Identity
@@ -171,7 +171,7 @@ class _Call:
         if hello is None or tokenizer is None:
             raise starting_error()
         if not self._state.engine.is_ready:
-            raise EngineDied("The engine is being restarted.", retry_after_seconds=2)
+            raise engine_away_error(self._state.engine_lives)
         return hello, tokenizer
 
     async def _read(self, hold: BodyHold) -> bytes:

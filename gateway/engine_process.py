@@ -28,6 +28,8 @@ COMMAND = (sys.executable, "-P", "-m", "engine.service")
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
 _TAIL_LINES = 20
+_ERROR_PREFIX = "terazi-engine:"  # the line of an engine that cannot start
+_LOG_PREFIX = "engine: "
 
 
 class EngineStartError(Exception):
@@ -74,15 +76,18 @@ class EngineProcess:
         # Spinning OpenMP threads would take the gateway's core; cores - 1 threads are the engine's own default.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._listening = asyncio.get_running_loop().create_future()
-        self._process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            limit=1 << 20,
-            start_new_session=True,  # Ctrl-C in a terminal goes to the gateway alone, which drains
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                limit=1 << 20,
+                start_new_session=True,  # Ctrl-C in a terminal goes to the gateway alone, which drains
+            )
+        except OSError as error:  # no memory, no process id, no file left: may pass, so it is a start that failed
+            raise EngineStartError(f"the engine process cannot be started: {error.strerror or error}") from error
         self._readers = [asyncio.create_task(self._read_stdout()), asyncio.create_task(self._read_stderr())]
         exited = asyncio.create_task(self._process.wait())
         waited: set[asyncio.Future[Any]] = {self._listening, exited}
@@ -125,15 +130,22 @@ class EngineProcess:
         return self._listening is not None and self._listening.done()
 
     def last_words(self) -> str:
-        """The last line of its stderr, for a log line about its death."""
-        return self._stderr_tail[-1] if self._stderr_tail else ""
+        """The last error line of its stderr; its ordinary log lines and stack frames are none. "" without one."""
+        for line in reversed(self._stderr_tail):
+            if line.startswith(_ERROR_PREFIX):
+                return line.removeprefix(_ERROR_PREFIX).strip()
+        errors = [line for line in self._stderr_tail if not line.startswith((_LOG_PREFIX, " ", "\t", "Traceback "))]
+        return errors[-1] if errors else ""
+
+    def describe_end(self, code: int) -> str:
+        """Its exit code or signal, and its last error line."""
+        words = self.last_words()
+        return (f"signal {-code}" if code < 0 else f"exit code {code}") + (f": {words}" if words else "")
 
     def _why(self, code: int) -> str:
-        for line in reversed(self._stderr_tail):
-            if line.startswith("terazi-engine:"):
-                return line.removeprefix("terazi-engine:").strip()
-        end = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"the engine process ended with {end}" + (f": {self.last_words()}" if self._stderr_tail else "")
+        if any(line.startswith(_ERROR_PREFIX) for line in self._stderr_tail):
+            return self.last_words()
+        return f"the engine process ended with {self.describe_end(code)}"
 
     async def _read_stdout(self) -> None:
         assert self._process is not None
@@ -153,8 +165,8 @@ class EngineProcess:
             if line:
                 self._stderr_tail.append(line)
                 # Until it listens, its own error line is the reason that `start` raises: not printed twice.
-                if self._is_listening or not line.startswith("terazi-engine:"):
-                    _log.info("%s", line.removeprefix("engine: "))
+                if self._is_listening or not line.startswith(_ERROR_PREFIX):
+                    _log.info("%s", line.removeprefix(_LOG_PREFIX))
 
 
 def named_by_source(text: str, settings: Settings) -> str:

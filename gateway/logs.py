@@ -16,12 +16,29 @@ def redact(text: str) -> str:
     return _SECRETS.sub(lambda found: (found[1] or found[2]) + "***", text)
 
 
+def one_line(text: str, chars_max: int) -> str:
+    """`text` as one printable line of at most `chars_max` characters, without secrets.
+
+    What is not printable is written as its escape, so that nobody whose text is logged can begin a line of his own.
+    """
+    # Cut only after the secrets are out: a part of a secret that is cut away no longer looks like one.
+    shown = _printable(redact(text.strip()))
+    return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class TextFormatter(logging.Formatter):
-    """`time level logger message key=value ...`."""
+    """`time level logger message key=value ...`; message and values are printable, so a record begins one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = "".join(f" {name}={value}" for name, value in _extra(record).items())
-        line = f"{_time(record)} {record.levelname.lower()} {record.name} {record.getMessage()}{extra}"
+        text = _printable(f"{record.getMessage().rstrip()}{extra}")
+        line = f"{_time(record)} {record.levelname.lower()} {record.name} {text}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return redact(line)

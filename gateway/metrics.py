@@ -97,6 +97,7 @@ class GatewayMetrics(Collector):
         yield from team_counters(self._state.meters, self._service)
         yield from team_gauges(self._state.meters, self._service)
         yield from self._scheduler(hello, step)
+        yield from self._engine()
         yield from self._memory(hello, step)
         yield from self._limits()
         yield from self._store()
@@ -163,6 +164,17 @@ class GatewayMetrics(Collector):
             for direction, count in sorted(counts.items()):
                 family.add_metric([direction], count)
             yield family
+
+    def _engine(self) -> Iterable[Metric]:
+        lives = self._state.engine_lives
+        text = "Times the engine was started again, or that the connection to one run by itself was lost."
+        yield CounterMetricFamily("terazi_engine_restarts", text, value=lives.num_restarts)
+        text = "Short lives of the engine in a row while it is failing; the last one's reason. 0 otherwise."
+        failing = GaugeMetricFamily("terazi_engine_failing", text, labels=["reason"])
+        # One series at a time, and a new one at most once a pause: the reason is the one label that is no closed set.
+        failure = lives.failure
+        failing.add_metric([failure.reason if failure else ""], failure.short_lives if failure else 0)
+        yield failing
 
     def _queued(self, step: StepDone | None) -> Metric:
         text = "Sequences that wait (not in a step), by tier and level, after the latest interval."

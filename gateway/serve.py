@@ -20,6 +20,7 @@ from gateway import booking, lock, logs, process_memory
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
+from gateway.engine_lives import EngineLives
 from gateway.engine_process import EngineStartError, engine_config, named_by_source, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
@@ -28,7 +29,7 @@ from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, mak
 from gateway.metrics import GatewayMetrics, not_ready_reasons
 from gateway.render import EXIT_UNREACHABLE, CommandError, print_json
 from gateway.settings import Settings
-from gateway.state import GatewayState, HttpSettings
+from gateway.state import GatewayState, HttpSettings, engine_document
 from gateway.store import open_store
 from gateway.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
@@ -42,6 +43,7 @@ QUICKSTART_TEAM = "demo"
 # After the drain time: for the error events to be read and the last rows to be closed.
 BOOKING_SECONDS = 12.0
 ADMIN_CONNECTIONS_MAX = 32
+FOLLOWER_PAUSE_SECONDS_MAX = 30.0
 # Whoever has not said who it is by then gives its place up.
 ADMIN_HEAD_SECONDS = 5.0
 
@@ -136,6 +138,7 @@ class _Server:
                 leases=self._store.leases,
                 ledger=self._store.ledger,
                 engine=self._client,
+                engine_lives=self._lives,
                 settings=HttpSettings(
                     max_body_bytes=settings.max_body_bytes,
                     early_headers_after=settings.early_headers_after,
@@ -181,12 +184,19 @@ class _Server:
 
     def _make_engine(self) -> EngineSupervisor | EngineFollower:
         settings = self._settings
+        pause_max = settings.engine_restart_pause_max
+        self._lives = EngineLives(
+            short_life_seconds=settings.engine_short_life,
+            short_lives_max=settings.engine_short_lives_max,
+            # To look for an engine that somebody else starts costs nothing, so it is not put off for as long.
+            pause_seconds_max=min(pause_max, FOLLOWER_PAUSE_SECONDS_MAX) if settings.engine_socket else pause_max,
+        )
         if settings.engine_socket:
             self._client = EngineClient(settings.engine_socket, on_samples=self._book_samples)
-            return EngineFollower(self._connect, self._client.wait_closed)
+            return EngineFollower(self._lives, self._connect, self._client.wait_closed)
         path = socket_path_for(settings.data_dir)
         self._client = EngineClient(path, on_samples=self._book_samples)
-        return EngineSupervisor(engine_config(settings), path, self._connect, self._client.close)
+        return EngineSupervisor(engine_config(settings), path, self._lives, self._connect, self._client.close)
 
     def _server(self, app: Any, max_connections: int, *, head_seconds: float = HEAD_SECONDS) -> HttpServer:
         settings = self._settings
@@ -309,7 +319,8 @@ class _Server:
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
             "requests_open": self._client.num_streams,
             "ledger_backlog": self._store.ledger.backlog,
-            "engine_restarts": self._supervisor.num_restarts,
+            "engine_restarts": self._lives.num_restarts,
+            **engine_document(self._state),
             "engine": None if hello is None else msgspec.to_builtins(hello),
             "step": None
             if step is None

@@ -53,6 +53,9 @@ class Settings:
     on_error: str
     engine: str
     engine_socket: str
+    engine_short_life: float
+    engine_short_lives_max: int
+    engine_restart_pause_max: float
     model: str
     policy: str
     coast: bool

@@ -5,10 +5,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.engine_client import EngineClient
-from gateway.errors import Unavailable
+from gateway.engine_lives import EngineLives
+from gateway.errors import EngineDied, Unavailable
 from gateway.meters import Meters, SnapshotSource
 from gateway.preparation import Preparation
 from gateway.tokenizer import ModelTokenizer
@@ -114,6 +115,7 @@ class GatewayState:
     tokenizer: ModelTokenizer | None = None
     settings: HttpSettings = field(default_factory=HttpSettings)
     clock: GatewayClock = field(default_factory=SystemClock)
+    engine_lives: EngineLives = field(default_factory=EngineLives)
     is_draining: bool = False
     store_lost_seconds: Callable[[], float] = float  # how long the store's lock has been lost; 0.0 while it is held
     refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
@@ -160,6 +162,19 @@ def not_ready_reasons(state: GatewayState) -> list[str]:
         "store_unavailable": not state.ledger.has_room,
     }
     return [reason for reason, is_so in facts.items() if is_so]
+
+
+def engine_away_error(lives: EngineLives) -> EngineDied:
+    """What a request is told that the engine is not there for; the operator's log and /readyz have the reason."""
+    text = "is being restarted" if lives.failure is None else "does not stay up; it will be started again"
+    text = f"The engine {text}."
+    return EngineDied(text, retry_after_seconds=lives.retry_after_seconds)
+
+
+def engine_document(state: GatewayState) -> dict[str, Any]:
+    """What `/readyz` and the status say of the engine beside the reasons: why it does not stay up, if so."""
+    failure = state.engine_lives.failure
+    return {} if failure is None else {"engine_failure": failure.describe()}
 
 
 def draining_error() -> Unavailable:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from gateway import engine_process, engine_supervisor, logs
+from gateway import engine_process, logs
+from gateway.engine_lives import EngineLives
 from gateway.engine_process import EngineProcess, EngineStartError, engine_config, named_by_source, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.listeners import ListenError, bind, make_server, url_of
@@ -164,6 +165,35 @@ def test_an_engine_that_does_not_start_gives_its_own_reason(tmp_path: Path, monk
         asyncio.run(EngineProcess(EngineConfig(), tmp_path / "e.sock").start())
 
 
+def test_when_no_process_can_be_made_the_start_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "COMMAND", (str(tmp_path / "no such program"),))
+    with pytest.raises(EngineStartError, match="cannot be started: No such file"):
+        asyncio.run(EngineProcess(EngineConfig(), tmp_path / "e.sock").start())
+
+
+@pytest.mark.case("T10")
+@pytest.mark.parametrize(
+    ("stderr", "end"),
+    [
+        ("engine: connection closed: x", "exit code 3"),
+        ("Traceback (most recent call last):\n  File x\nValueError: bad", "exit code 3: ValueError: bad"),
+        ("RuntimeError: no kernel\nengine: connection closed: x", "exit code 3: RuntimeError: no kernel"),
+        ("terazi-engine: the disk is full\nnoise", "exit code 3: the disk is full"),
+    ],
+)
+def test_an_end_is_told_with_the_engines_last_error_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, end: str
+) -> None:
+    fake_engine(tmp_path, monkeypatch, LISTEN + f"print({stderr!r}, file=sys.stderr)\nsys.exit(3)")
+
+    async def run() -> str:
+        process = EngineProcess(EngineConfig(), tmp_path / "e.sock")
+        await process.start()
+        return process.describe_end(await process.wait())
+
+    assert asyncio.run(run()) == end
+
+
 def test_stop_closes_stdin_first_and_kills_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(grace: float) -> int:
         process = EngineProcess(EngineConfig(), tmp_path / "e.sock")
@@ -193,12 +223,13 @@ def test_the_supervisor_pauses_longer_after_each_death(tmp_path: Path, monkeypat
     async def disconnect() -> None:
         calls.append("disconnect")
 
-    supervisor = EngineSupervisor(EngineConfig(), tmp_path / "e.sock", connect, disconnect, pause=pause)
+    lives = EngineLives(short_lives_max=100, pause_seconds_max=30)
+    supervisor = EngineSupervisor(EngineConfig(), tmp_path / "e.sock", lives, connect, disconnect, pause=pause)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(supervisor.run())
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert calls == ["connect", "disconnect"] * 9
-    assert supervisor.num_restarts == 8
+    assert lives.num_restarts == 8
 
 
 def test_two_gateways_on_one_engine_take_it_from_each_other_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,11 +247,12 @@ def test_two_gateways_on_one_engine_take_it_from_each_other_ever_more_seldom(cap
         if len(pauses) == len(lives):
             raise asyncio.CancelledError
 
-    follower = EngineFollower(connect, wait_closed, pause=pause, now=lambda: clock[0])
+    engine_lives = EngineLives(now=lambda: clock[0])
+    follower = EngineFollower(engine_lives, connect, wait_closed, pause=pause)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follower.run())
     assert pauses == [0.5, 1.0, 0.5, 1.0]
-    assert follower.num_restarts == 4
+    assert engine_lives.num_restarts == 4
     hints = ["one gateway at a time" in record.getMessage() for record in caplog.records]
     assert hints == [True, True, False, True]
 
@@ -231,7 +263,7 @@ def test_only_the_first_start_is_allowed_to_end_the_server(tmp_path: Path, monke
     async def nothing() -> None: ...
 
     with pytest.raises(EngineStartError, match="no model"):
-        asyncio.run(EngineSupervisor(EngineConfig(), tmp_path / "e.sock", nothing, nothing).run())
+        asyncio.run(EngineSupervisor(EngineConfig(), tmp_path / "e.sock", EngineLives(), nothing, nothing).run())
 
     marker = tmp_path / "ran"
     fails_later = f"p = pathlib.Path({str(marker)!r})\nif p.exists(): sys.exit('terazi-engine: gone')\np.touch()\n"
@@ -243,9 +275,9 @@ def test_only_the_first_start_is_allowed_to_end_the_server(tmp_path: Path, monke
         if len(pauses) == 3:
             raise asyncio.CancelledError
 
+    supervisor = EngineSupervisor(EngineConfig(), tmp_path / "e.sock", EngineLives(), nothing, nothing, pause=pause)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(EngineSupervisor(EngineConfig(), tmp_path / "e.sock", nothing, nothing, pause=pause).run())
-    assert engine_supervisor.MAX_PAUSE_SECONDS == 30
+        asyncio.run(supervisor.run())
 
 
 @pytest.mark.case("S12")

@@ -3,13 +3,16 @@
 One thread, one loop: read what came in, run one step, send what came of it. It sleeps in `select` when there is nothing
 to do. One gateway is connected at a time; a newer connection replaces the older, and the requests of a lost one are
 aborted. Without a gateway the engine goes on waiting for one; with `--parent-stdin` it ends when its stdin closes.
-SIGINT and SIGTERM are ignored, since a draining gateway still needs its engine.
+SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are ignored, since a draining gateway still needs its engine. SIGQUIT
+prints where each thread stands.
 
 While the outbox is full no step runs and nothing is read, so a stopped gateway costs bounded memory and blocks nothing:
 new connections, the loss of the old one and the parent's end are seen all the same.
 """
 
 import argparse
+import contextlib
+import faulthandler
 import json
 import os
 import selectors
@@ -43,6 +46,9 @@ START_ERRORS = (
     ImportError,
     MemoryError,
 )
+
+
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class EngineService:
@@ -224,7 +230,9 @@ def _quiet_openmp(num_threads: int) -> None:
 
 
 def _log(line: str) -> None:
-    print(f"engine: {line}", file=sys.stderr, flush=True)
+    # Whoever read our standard error may have left (`2>&1 | head`): a lost line is no reason to end.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"engine: {line}", file=sys.stderr, flush=True)
 
 
 def _start(arguments: argparse.Namespace) -> tuple[Address, EngineService]:
@@ -247,7 +255,8 @@ def _start(arguments: argparse.Namespace) -> tuple[Address, EngineService]:
         log=_log,
     )
     ready = {"event": "listening", "socket": arguments.socket, "pid": hello.pid}
-    print(json.dumps({**ready, "engine_id": identity.engine_id, "epoch": identity.epoch}), flush=True)
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it; an engine run by itself goes on
+        print(json.dumps({**ready, "engine_id": identity.engine_id, "epoch": identity.epoch}), flush=True)
     return address, service
 
 
@@ -258,8 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="{}", help="engine configuration as one JSON document")
     parser.add_argument("--parent-stdin", action="store_true", help="end when stdin closes")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # standard error is closed
+        faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         address, service = _start(arguments)
     except START_ERRORS as error:

@@ -11,9 +11,18 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from gateway import cli_admin, cli_reports
+from gateway import cli_admin, cli_reports, standard_files
 from gateway.cli_options import DataDir, Json
-from gateway.render import EXIT_USAGE, CommandError, error_document, print_json, print_record, print_table, reporting
+from gateway.render import (
+    EXIT_ERROR,
+    EXIT_USAGE,
+    CommandError,
+    error_document,
+    print_json,
+    print_record,
+    print_table,
+    reporting,
+)
 
 app = typer.Typer(
     name="terazi",
@@ -302,26 +311,47 @@ def version(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 def main() -> None:
     """Entry point of the `terazi` command."""
-    arguments = sys.argv[1:]
+    standard_files.hold()
+    code: Any
+    try:
+        code = _run(sys.argv[1:])
+    except SystemExit as end:
+        # Typer makes 1 of a reader who has enough (`terazi --help | head`).
+        code = 0 if isinstance(end.__context__, BrokenPipeError) else end.code
+    except OSError as error:
+        standard_files.give_up(sys.stdout)
+        code = 0 if standard_files.nobody_reads(error) else _unwritable(error)
+    failure = standard_files.finish()
+    if failure is not None and not code:
+        code = _unwritable(failure)
+    raise SystemExit(code)
+
+
+def _unwritable(error: OSError) -> int:
+    print(f"terazi: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _run(arguments: list[str]) -> Any:
+    """The exit code of one command."""
     as_json = "--json" in arguments or "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
     try:
         for argument in arguments:
             argument.encode()
-        code = app(arguments, standalone_mode=False)
+        return app(arguments, standalone_mode=False)
     except UnicodeEncodeError:
         if as_json:
             print_json(error_document("usage", "an argument is not UTF-8 text"))
         print("terazi: an argument is not UTF-8 text", file=sys.stderr)
-        code = EXIT_USAGE
+        return EXIT_USAGE
     except typer.TyperException as error:
         usage = cast(typer.BadParameter, error)  # all are usage errors, whose base has no public name
         if as_json:
             print_json(error_document("usage", usage.format_message()))
         usage.show()
-        code = usage.exit_code
+        return usage.exit_code
     except KeyboardInterrupt:
-        code = 130
-    raise SystemExit(code)
+        return 130
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
+from typing import TextIO
 
 # Wider than a whole key on purpose: a truncated key is still a secret. The public id stays, it is no secret.
 _SECRETS = re.compile(r"(trz-[0-9A-Za-z]{12}-)[0-9A-Za-z]{4,}|(trza-)[0-9A-Za-z_-]{4,}")
@@ -63,9 +64,17 @@ def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+class _Lines(logging.StreamHandler[TextIO]):
+    """A line that cannot be written, since the reader has left or the disk is full, is lost and nothing else."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # the name is logging's
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def set_up(log_format: str, level: str) -> None:
     """Send every logger's lines to stderr. Library chatter below WARNING is dropped."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

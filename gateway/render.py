@@ -50,7 +50,6 @@ def reporting(as_json: bool) -> Iterator[None]:
         failure = CommandError(error.message, EXIT_ERROR, error.code)
     except BrokenPipeError:
         # `terazi ... | head`: the reader has enough.
-        sys.stderr.close()
         raise SystemExit(0) from None
     except OSError as error:
         # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
@@ -69,7 +68,12 @@ def error_document(code: str, message: str) -> dict[str, Any]:
 
 def print_json(value: Any) -> None:
     """One document, and nothing else on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    print(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A document as commands print it."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 
 def cell(value: Any) -> str:

@@ -3,10 +3,14 @@
 Up:   lock, sockets, schema, snapshot, ledger, HTTP (alive, not ready), engine, ready.
 Down: not ready, no new connections, running requests up to the drain time, the rest with an error event, ledger
       written, engine ended, lock released. SIGTERM and SIGINT start it; a second signal changes nothing.
+
+SIGHUP, SIGUSR1 and SIGUSR2 end a process that does not ask for them, and with it every running request. Here they leave
+one line in the log. SIGQUIT prints where each thread stands.
 """
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -16,7 +20,7 @@ from importlib.metadata import version
 from typing import Any
 
 from engine.messages import ServiceSamples
-from gateway import booking, lock, logs, process_memory
+from gateway import booking, lock, logs, process_memory, standard_files
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
 from gateway.engine_client import EngineClient
@@ -27,7 +31,7 @@ from gateway.errors import EngineDied
 from gateway.http_protocol import HEAD_SECONDS
 from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
 from gateway.metrics import GatewayMetrics, not_ready_reasons
-from gateway.render import EXIT_UNREACHABLE, CommandError, print_json
+from gateway.render import EXIT_UNREACHABLE, CommandError, json_text
 from gateway.settings import Settings
 from gateway.state import GatewayState, HttpSettings, engine_document
 from gateway.store import open_store
@@ -39,6 +43,8 @@ from tenants.snapshot import Snapshot
 
 _log = logging.getLogger("terazi.serve")
 
+# A closed terminal and a unit's reload send the first, log rotation the others.
+GOES_ON_AFTER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 QUICKSTART_TEAM = "demo"
 # After the drain time: for the error events to be read and the last rows to be closed.
 BOOKING_SECONDS = 12.0
@@ -86,15 +92,22 @@ class _Announcement:
     def show(self, model: str, as_json: bool) -> None:
         if as_json:
             record = {"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir, "model": model}
-            print_json(record | ({"key": self.key} if self.key else {}))
-        else:
-            print(
-                f"terazi {version('terazi')} serves {model} at {self.url}\nadmin {self.admin_url}, data {self.data_dir}"
-            )
-        if self.key and not as_json:
-            print(f"\n{curl_line(self.url, self.key, model)}\n")
-        # The caller may be reading a pipe.
-        print(end="", flush=True)
+            _say(json_text(record | ({"key": self.key} if self.key else {})))
+            return
+        _say(f"terazi {version('terazi')} serves {model} at {self.url}\nadmin {self.admin_url}, data {self.data_dir}")
+        if self.key:
+            _say(f"\n{curl_line(self.url, self.key, model)}\n")
+
+
+def _say(text: str) -> None:
+    """Tell whoever looks at standard output; that nobody does is no reason to end."""
+    failure = standard_files.say(text)
+    if failure is not None:
+        _log.warning("standard output is lost (%s); the server goes on without it", failure.strerror)
+
+
+def _note_signal(number: signal.Signals) -> None:
+    _log.warning("%s: the server goes on; there is nothing to reload, and SIGTERM ends it", number.name)
 
 
 def curl_line(url: str, key: str, model: str) -> str:
@@ -121,6 +134,10 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        for number in GOES_ON_AFTER:
+            loop.add_signal_handler(number, _note_signal, number)
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # standard error is no file here
+            faulthandler.register(signal.SIGQUIT, all_threads=True)
         async with contextlib.AsyncExitStack() as stack:
             public_sockets = bind(settings.host, settings.port)
             admin_sockets = bind(settings.admin_host, settings.admin_port)
@@ -220,7 +237,7 @@ class _Server:
         lock.write_server_info(self._settings.data_dir, info)
         if not self._as_json:
             socket = self._settings.engine_socket
-            print(f"connecting to {socket} ..." if socket else f"loading {self._settings.model} ...", flush=True)
+            _say(f"connecting to {socket} ..." if socket else f"loading {self._settings.model} ...")
         everything = {public_task, admin_task, engine_task, stop_task, lock_task}
         try:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)

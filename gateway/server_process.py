@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from gateway.render import CommandError
 
 READY_SECONDS = 300.0
 POLL_SECONDS = 0.1
+ENDING_SIGNALS = (signal.SIGHUP, signal.SIGTERM)
 
 
 class ServerProcess:
@@ -27,6 +29,7 @@ class ServerProcess:
         self._options = list(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_path = data_dir.with_name(data_dir.name + ".log")
+        self._handlers: dict[signal.Signals, Any] = {}
         self.info: dict[str, Any] = {}
 
     def __enter__(self) -> "ServerProcess":
@@ -34,6 +37,7 @@ class ServerProcess:
         command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
         # A short drain: it matters only when the caller is interrupted in the middle of a run.
         command += ["--port", "0", "--admin-port", "0", "--drain-timeout", "5s", *self._options]
+        self._end_with_us()
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment()
@@ -41,12 +45,26 @@ class ServerProcess:
         try:
             self._wait_ready()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+        try:
+            self.stop()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers.clear()
+
+    def _end_with_us(self) -> None:
+        """Make the signals that would end this process leave the `with` block first: the server goes on after SIGHUP,
+        so it would outlive a command whose terminal was closed. A signal that is ignored (nohup) stays ignored."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, _leave)
 
     @property
     def host(self) -> str:
@@ -92,6 +110,12 @@ class ServerProcess:
             return connection.getresponse().status == 200
         connection.close()
         return False
+
+
+def _leave(number: int, _: object) -> None:
+    for other in ENDING_SIGNALS:  # a second one must not break the clean-up off
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _environment() -> dict[str, str]:

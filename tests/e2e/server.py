@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,20 @@ class Server:
         self._out = data_dir.with_name(data_dir.name + ".out")
         self._log = data_dir.with_name(data_dir.name + ".log")
 
-    def start(self, *options: str, until: str = "ready", max_files: int = 0) -> "Server":
-        """Start and wait until it is ready (or only until it listens), with at most `max_files` open files."""
-        command = ["prlimit", f"--nofile={max_files}:{max_files}"] if max_files else []
+    def start(
+        self,
+        *options: str,
+        until: str = "ready",
+        max_files: int = 0,
+        prefix: Sequence[str] = (),
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> "Server":
+        """Start and wait until it is ready (or only until it listens), with at most `max_files` open files.
+
+        `prefix` is a command that runs the server in its own process; `stdout` and `stderr` replace our files.
+        """
+        command = ["prlimit", f"--nofile={max_files}:{max_files}"] if max_files else [*prefix]
         command += [sys.executable, "-P", "-m", "gateway.cli", "serve", "--engine", "sim", "--model", "tiny-random"]
         command += ["--port", "0", "--admin-port", "0", *options]
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +69,8 @@ class Server:
                 env=self.environment,
                 cwd=self.data_dir.parent,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
+                stdout=out if stdout is None else stdout,
+                stderr=log if stderr is None else stderr,
             )
         wait_until(lambda: self._info() is not None or self.process_has_ended, "the server listens")
         if until == "ready":

@@ -20,6 +20,7 @@ from gateway.admin_reports import ReportCalls
 from gateway.admin_state import AdminState as AdminState
 from gateway.body import discard_body
 from gateway.errors import Unauthenticated
+from gateway.refusals import LogRefusals
 from tenants.database import sqlite_path
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
@@ -37,6 +38,7 @@ def admin_app(state: AdminState) -> Starlette:
     admin = AdminCalls(state)
     of_reports = ReportCalls(state)
     v1 = "/admin/v1"
+    watch = [] if state.refusals is None else [Middleware(LogRefusals, refusals=state.refusals, listener="admin")]
     app = Starlette(
         routes=[
             Route("/livez", admin.livez),
@@ -60,7 +62,7 @@ def admin_app(state: AdminState) -> Starlette:
             Route(f"{v1}/status", admin.status),
             Route(f"{v1}/audit", admin.audit),
         ],
-        middleware=[Middleware(_RequireToken, token=state.token)],
+        middleware=[*watch, Middleware(_RequireToken, token=state.token)],
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.store_path = sqlite_path(state.database.url)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from engine.messages import Hello
 from gateway import admin_schema as schema
 from gateway.errors import BadRequest
+from gateway.refusals import RefusalLog
 from tenants.clock import wall_clock_us
 from tenants.database import Database
 from tenants.snapshot import SnapshotHolder
@@ -40,6 +41,7 @@ class AdminState:
     flush: Callable[[], Awaitable[None]] | None = None
     hello: Callable[[], Hello | None] = _no_hello  # of the connected engine: maximum pauses follow from it
     now_us: Callable[[], int] = wall_clock_us
+    refusals: RefusalLog | None = None  # logs what is refused
 
     def __post_init__(self) -> None:
         if len(self.token) < TOKEN_LEN_MIN:

@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import limits_headers
 from gateway.admission import identify
-from gateway.completions import REQUEST_ID_KEY, Completions
+from gateway.completions import REQUEST_ID_KEY, SHOWN_ID_KEY, Completions
 from gateway.errors import GatewayError, HeadersTooLarge, MethodNotAllowed, NotFound
 from gateway.openai import Endpoint
 from gateway.prepare import room_of
+from gateway.refusals import IDENTITY_KEY, LogRefusals, RefusalLog
 from gateway.reply import JSON_HEADERS
 from gateway.state import GatewayState as GatewayState
 from gateway.state import HttpSettings as HttpSettings
@@ -44,8 +45,8 @@ _SLASHES = re.compile("/{2,}")
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
-def public_app(state: GatewayState) -> Starlette:
-    """The ASGI app of the OpenAI routes and the probes."""
+def public_app(state: GatewayState, refusals: RefusalLog | None = None) -> Starlette:
+    """The ASGI app of the OpenAI routes and the probes. `refusals` logs what they refuse."""
     routes = [
         Route(CHAT, Completions(state, CHAT), methods=["POST"]),
         Route(TEXT, Completions(state, TEXT), methods=["POST"]),
@@ -56,7 +57,16 @@ def public_app(state: GatewayState) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Edge, state=state)],
+        middleware=[
+            Middleware(
+                LogRefusals,
+                refusals=refusals or RefusalLog(clock=state.clock.monotonic),
+                listener="public",
+                counts=state.refused,
+                snapshot=lambda: state.snapshot_holder.current,
+            ),
+            Middleware(Edge, state=state),
+        ],
         exception_handlers={HTTPException: _http_exception, GatewayError: _gateway_error},
     )
     app.router.redirect_slashes = False
@@ -86,6 +96,7 @@ class Edge:
                 preflight[name.decode("latin-1")] = value.decode("latin-1")
             elif name == b"x-request-id" and _CLIENT_ID.match(value.decode("latin-1")):
                 shown_id = value.decode("latin-1")
+        scope[SHOWN_ID_KEY] = shown_id
         extra = {"x-request-id": shown_id, "x-terazi-request-id": request_id}
         if has_origin and self._settings.cors_allow_origin:
             extra["access-control-allow-origin"] = self._settings.cors_allow_origin
@@ -166,7 +177,7 @@ class Models:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
-        identity = identify(state, scope["headers"])
+        identity = scope[IDENTITY_KEY] = identify(state, scope["headers"])
         models = self._models()
         wanted: str | None = scope.get("path_params", {}).get("model_id")
         document: dict[str, Any] = {"object": "list", "data": models}

@@ -38,6 +38,7 @@ from gateway.errors import (
 from gateway.openai import KEEP_ALIVE, AnswerWriter, Endpoint, Usage, event
 from gateway.preparation import BodyHold
 from gateway.prepare import Prepared
+from gateway.refusals import BOOKED_KEY, IDENTITY_KEY, caller_fields
 from gateway.reply import JSON_HEADERS, STREAM_HEADERS, Reply
 from gateway.request_fields import ignored_header
 from gateway.state import GatewayState, Timer, engine_away_error, starting_error
@@ -50,6 +51,7 @@ _PROGRESS_TOKENS = 64  # between two progress lines in the journal
 _LINGER_SECONDS = 1.0  # for the rest of a body, before an answer that closes the connection
 
 REQUEST_ID_KEY = "terazi.request_id"  # in the ASGI scope, set by the outermost middleware
+SHOWN_ID_KEY = "terazi.shown_id"  # likewise: the caller's own id, where it sent one
 
 
 def sampling_of(prepared: Prepared) -> SamplingParams:
@@ -84,6 +86,7 @@ class _Call:
     def __init__(self, state: GatewayState, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self._state = state
         self._endpoint = endpoint
+        self._scope = scope
         self._raw_headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in self._raw_headers}
         self._receive = receive
@@ -141,7 +144,7 @@ class _Call:
         """Everything but the last bytes, which are returned with the finish reason."""
         state = self._state
         began = state.clock.monotonic()
-        self._identity = identify(state, self._raw_headers)
+        self._identity = self._scope[IDENTITY_KEY] = identify(state, self._raw_headers)
         self._claim = Claim(state, self._identity)
         self._note_overhead("identify", began)
         hold = state.preparation.hold(self._identity.team_id)
@@ -414,7 +417,9 @@ class _Call:
                 first_token_at_us=self._first_token_at_us,
             )
             claim.close(row)
-            _log.info("request ended", extra=log_fields(row))
+            self._scope[BOOKED_KEY] = True
+            shown_id = self._scope[SHOWN_ID_KEY]
+            _log.info("request ended", extra=log_fields(row) | caller_fields(self._scope, shown_id, self._request_id))
 
     def _response_headers(self, base: Mapping[str, str]) -> dict[str, str]:
         headers = dict(base)
@@ -443,9 +448,9 @@ class _Call:
 
     async def _refuse(self, error: GatewayError) -> None:
         """The refusal with its status, or an error event when headers have gone."""
-        self._state.refused[error.code] += 1
         try:
             if self._reply.is_started:
+                self._state.refused[error.code] += 1  # what has a status is counted where all refusals are
                 await self._reply.send(event(error.body(self._request_id)), is_last=True)
             else:
                 headers = {**self._response_headers(JSON_HEADERS), **error.headers()}

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import select
 import socket
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,9 @@ PROBE_SECONDS = 10.0  # a look that would wait longer is a new probe
 UNANSWERED_SECONDS = 20  # a host that does not answer a probe at all is gone
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UNANSWERED_OPTION: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
+
+
+OnRefusal = Callable[[GatewayError, str, str], None]  # with request id and peer's address
 
 
 class _UntilClose(int):
@@ -99,6 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.head_seconds = HEAD_SECONDS
+        self.on_refusal: OnRefusal | None = None
         self._is_in_head = True
         self._num_messages = 0  # begun on this connection
         self._head_bytes = 0  # of a head that is not complete
@@ -304,8 +309,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(error)
 
     def _refuse(self, error: GatewayError) -> None:
-        body = error.encode("")
-        head = {**error.headers(), "content-type": "application/json", "content-length": str(len(body))}
+        request_id = f"req-{uuid.uuid4().hex}"
+        if self.on_refusal is not None:
+            peer = self.transport.get_extra_info("peername")
+            self.on_refusal(error, request_id, str(peer[0]) if peer else "-")
+        body = error.encode(request_id)
+        head = {
+            **error.headers(),
+            "x-request-id": request_id,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+        }
         lines = [f"{name}: {value}\r\n".encode("latin-1", "replace") for name, value in head.items()]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()

@@ -10,19 +10,12 @@ from typing import Any
 
 import uvicorn
 
-from gateway.http_protocol import HEAD_SECONDS, HttpProtocol
+from gateway.errors import Unavailable
+from gateway.http_protocol import HEAD_SECONDS, HttpProtocol, OnRefusal
 
 FILES_MAX = 65536
 # Database, journal, engine, admin connections.
 RESERVED_FILES = 64
-_FULL_BODY = (
-    b'{"error":{"message":"The server has no room for another connection.","type":"service_unavailable",'
-    b'"param":null,"code":"no_capacity"}}'
-)
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
-)
 _BIND_ATTEMPTS = 20  # a free IPv4 port may be taken on IPv6
 
 
@@ -49,11 +42,15 @@ class ConnectionCount:
 
 
 def limited_protocol(
-    max_connections: int, head_seconds: float = HEAD_SECONDS, count: ConnectionCount | None = None
+    max_connections: int,
+    head_seconds: float = HEAD_SECONDS,
+    count: ConnectionCount | None = None,
+    on_refusal: OnRefusal | None = None,
 ) -> type[HttpProtocol]:
     """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin.
 
-    A connection that has not sent a whole head within `head_seconds` is closed.
+    A connection that has not sent a whole head within `head_seconds` is closed. `on_refusal` is told of what is refused
+    before the app sees it.
     """
     counted = count or ConnectionCount()
 
@@ -61,13 +58,13 @@ def limited_protocol(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.head_seconds = head_seconds
+            self.on_refusal = on_refusal
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             counted.changes += 1
             if len(self.connections) >= max_connections:
                 self.transport = transport
-                transport.write(_FULL)
-                transport.close()
+                self._refuse(Unavailable("The server has no room for another connection.", retry_after_seconds=2))
                 return
             super().connection_made(transport)
 
@@ -102,12 +99,13 @@ def make_server(
     drain_timeout: float,
     max_connections: int = FILES_MAX,
     head_seconds: float = HEAD_SECONDS,
+    on_refusal: OnRefusal | None = None,
 ) -> HttpServer:
     """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
     count = ConnectionCount()
     config = uvicorn.Config(
         app,
-        http=limited_protocol(max_connections, head_seconds, count),
+        http=limited_protocol(max_connections, head_seconds, count, on_refusal),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -28,9 +28,10 @@ from gateway.engine_lives import EngineLives
 from gateway.engine_process import EngineStartError, engine_config, named_by_source, socket_path_for
 from gateway.engine_supervisor import EngineFollower, EngineSupervisor
 from gateway.errors import EngineDied
-from gateway.http_protocol import HEAD_SECONDS
+from gateway.http_protocol import HEAD_SECONDS, OnRefusal
 from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
 from gateway.metrics import GatewayMetrics, not_ready_reasons
+from gateway.refusals import RefusalLog, wire_refusals
 from gateway.render import EXIT_UNREACHABLE, CommandError, json_text
 from gateway.settings import Settings
 from gateway.state import GatewayState, HttpSettings, engine_document
@@ -181,9 +182,11 @@ class _Server:
             )
             self._token = lock.admin_token(settings.data_dir)
             self._metrics = GatewayMetrics(self._state, self._store.leases, self._store.ledger)
+            refusals = RefusalLog(settings.refusal_lines_per_minute)
             self._admin_app = admin_app(
                 AdminState(
                     token=self._token,
+                    refusals=refusals,
                     database=self._store.database,
                     snapshot_holder=self._store.holder,
                     status=self._status,
@@ -194,9 +197,16 @@ class _Server:
             )
             self._files = raise_file_limit()
             public = self._server(
-                public_app(self._state), max(1, min(settings.max_connections, self._files - RESERVED_FILES))
+                public_app(self._state, refusals),
+                max(1, min(settings.max_connections, self._files - RESERVED_FILES)),
+                on_refusal=wire_refusals(refusals, "public", self._state.refused),
             )
-            admin = self._server(self._admin_app, ADMIN_CONNECTIONS_MAX, head_seconds=ADMIN_HEAD_SECONDS)
+            admin = self._server(
+                self._admin_app,
+                ADMIN_CONNECTIONS_MAX,
+                head_seconds=ADMIN_HEAD_SECONDS,
+                on_refusal=wire_refusals(refusals, "admin"),
+            )
             await self._serve(public, public_sockets, admin, admin_sockets)
 
     def _make_engine(self) -> EngineSupervisor | EngineFollower:
@@ -215,7 +225,9 @@ class _Server:
         self._client = EngineClient(path, on_samples=self._book_samples)
         return EngineSupervisor(engine_config(settings), path, self._lives, self._connect, self._client.close)
 
-    def _server(self, app: Any, max_connections: int, *, head_seconds: float = HEAD_SECONDS) -> HttpServer:
+    def _server(
+        self, app: Any, max_connections: int, *, head_seconds: float = HEAD_SECONDS, on_refusal: OnRefusal
+    ) -> HttpServer:
         settings = self._settings
         return make_server(
             app,
@@ -223,6 +235,7 @@ class _Server:
             drain_timeout=settings.drain_timeout,
             max_connections=max_connections,
             head_seconds=head_seconds,
+            on_refusal=on_refusal,
         )
 
     async def _serve(self, public: HttpServer, public_sockets: Any, admin: HttpServer, admin_sockets: Any) -> None:

@@ -82,6 +82,7 @@ class Settings:
     cache_dir: str
     log_format: str
     log_level: str
+    refusal_lines_per_minute: int
     log_bodies: str
     sources: Mapping[str, str]
 

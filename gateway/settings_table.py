@@ -400,5 +400,13 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         ("debug", "info", "warning", "error"),
     ),
+    Setting(
+        "refusal_lines_per_minute",
+        "int",
+        60,
+        "Log lines a minute about refused calls, for each error code and key (or address); 0 writes none.",
+        "logging.refusal_lines_per_minute",
+        most=1_000_000,
+    ),
     Setting("log_bodies", "choice", "none", "Prompts and answers are never logged.", "logging.bodies", "", ("none",)),
 )

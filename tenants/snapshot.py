@@ -101,6 +101,11 @@ class Snapshot:
             raise KeyExpired(f"API key {parsed.public_id} has expired.")
         return entry.identity
 
+    def owner(self, public_id: str) -> Identity | None:
+        """Whom a key with this public id stands for, also a revoked one; for logs, since an id proves nothing."""
+        entry = self._keys.get(public_id)
+        return None if entry is None else entry.identity
+
     def team_terms(self) -> tuple[TeamTerms, ...]:
         """Every team's terms for the scheduler, in order of team id."""
         return tuple(team.tier.terms(team.team_id) for team in self.teams)

@@ -21,6 +21,7 @@ from gateway.app import GatewayState, HttpSettings, public_app
 from gateway.chat_template import ChatTemplate
 from gateway.engine_client import EngineClient
 from gateway.http_protocol import HttpProtocol
+from gateway.refusals import RefusalLog
 from gateway.tokenizer import ModelTokenizer
 from policies.tiers import DEFAULT_TIERS, Tier
 from tenants import key_format
@@ -233,6 +234,7 @@ async def gateway(
     wrap: Callable[[ASGIApp], ASGIApp] | None = None,
     http: Any = HttpProtocol,
     make_engine: Callable[[Path, Hello], FakeEngine] = FakeEngine,
+    refusal_lines_per_minute: int = 60,
     **client: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway with one team, `team-a`. In-process, or a real uvicorn on a real port with `tcp`."""
@@ -251,7 +253,7 @@ async def gateway(
         settings=settings or HttpSettings(),
         clock=clock,
     )
-    app: ASGIApp = public_app(state)
+    app: ASGIApp = public_app(state, RefusalLog(refusal_lines_per_minute, clock=clock.monotonic))
     if wrap is not None:
         app = wrap(app)
     if connect:
@@ -308,6 +310,7 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         timeout_keep_alive=int(settings.idle_connection_timeout),
     )
     server = uvicorn.Server(config)

@@ -119,6 +119,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_queued_requests: int = 4096  # more are refused with queue_full
     constants: PolicyInfo | None = None
 
+    @property
+    def is_simulated(self) -> bool:
+        """No model computes: tokens are made up and time is modelled."""
+        return self.kind == "sim"
+
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """A request's end: everything its ledger row needs from the engine."""

@@ -38,7 +38,7 @@ _EXPOSED_HEADERS = (
     "retry-after, retry-after-ms, x-should-retry, x-request-id, server-timing, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens, "
-    "x-terazi-tier, x-terazi-start-level, x-terazi-queue-ms, x-terazi-reason, x-terazi-scope, "
+    "x-terazi-tier, x-terazi-start-level, x-terazi-queue-ms, x-terazi-reason, x-terazi-scope, x-terazi-simulated, "
     "x-terazi-ignored-fields"
 )
 _SLASHES = re.compile("/{2,}")
@@ -79,6 +79,7 @@ class Edge:
     def __init__(self, app: ASGIApp, state: GatewayState) -> None:
         self._app = app
         self._settings = state.settings
+        self._engine = state.engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,6 +99,9 @@ class Edge:
                 shown_id = value.decode("latin-1")
         scope[SHOWN_ID_KEY] = shown_id
         extra = {"x-request-id": shown_id, "x-terazi-request-id": request_id}
+        hello = self._engine.hello
+        if hello is not None and hello.is_simulated:
+            extra["x-terazi-simulated"] = "true"
         if has_origin and self._settings.cors_allow_origin:
             extra["access-control-allow-origin"] = self._settings.cors_allow_origin
             extra["access-control-expose-headers"] = _EXPOSED_HEADERS
@@ -200,9 +204,10 @@ class Models:
                 "id": hello.model.name,
                 "object": "model",
                 "created": 0,
-                "owned_by": "terazi",
+                "owned_by": "terazi-simulated" if hello.is_simulated else "terazi",
                 "context_length": room_of(hello),
                 "endpoints": endpoints,
+                "simulated": hello.is_simulated,
             }
         ]
 

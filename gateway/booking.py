@@ -4,10 +4,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.messages import ServiceSamples
+from engine.messages import Hello, ServiceSamples
 from gateway.engine_client import RequestStream
 from gateway.errors import GatewayError
-from tenants.rows import InterferenceRow, LedgerRow, OpenEntry, Outcome, SampleRow, ServiceSampleRow, StepSampleRow
+from tenants.rows import (
+    SIMULATED_PREFIX,
+    InterferenceRow,
+    LedgerRow,
+    OpenEntry,
+    Outcome,
+    SampleRow,
+    ServiceSampleRow,
+    StepSampleRow,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,11 @@ def ending_of(error: GatewayError) -> Ending:
     if error.code == "draining":
         return SHUTDOWN
     return Ending("error", error_code=error.code, is_refusal=error.status < 500 or error.status == 503)
+
+
+def booked_engine_id(hello: Hello) -> str:
+    """The engine as ledger rows name it: with a mark where no model computes, so that every report can tell."""
+    return SIMULATED_PREFIX + hello.engine_id if hello.is_simulated else hello.engine_id
 
 
 def has_run(stream: RequestStream) -> bool:

@@ -23,7 +23,17 @@ from engine.messages import Finished, Hello, SamplingParams, Submit
 from gateway import limits_headers
 from gateway.admission import Claim, identify, queue_timeout
 from gateway.body import check_media_type, discard_body, read_body
-from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, ending_of, ledger_row, log_fields, use_of
+from gateway.booking import (
+    CLIENT_CLOSED,
+    SHUTDOWN,
+    UNEXPECTED,
+    Ending,
+    booked_engine_id,
+    ending_of,
+    ledger_row,
+    log_fields,
+    use_of,
+)
 from gateway.detokenizer import Detokenizer
 from gateway.disconnect import Departure
 from gateway.engine_client import RequestStream
@@ -217,7 +227,7 @@ class _Call:
             team=identity.team,
             tier=identity.tier.name,
             model=hello.model.name,
-            engine_id=hello.engine_id,
+            engine_id=booked_engine_id(hello),
             engine_epoch=hello.epoch,
             endpoint=self._endpoint,
             stream=prepared.request.stream,

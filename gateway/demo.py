@@ -73,6 +73,8 @@ def run_demo(
         raise CommandError(str(error), code="model_unusable") from None
     say: Callable[[str], None] = (lambda _: None) if as_json else print
     say(f"model {stored.name}\nSHA-256 {stored.sha256}")
+    if engine == "sim":
+        say("SIMULATED: no model computes these answers, and device time is modelled")
     options = RunOptions(
         data_root=(data_dir or out / "data").absolute(),
         engine=engine,
@@ -99,7 +101,7 @@ def run_demo(
             "trace": source,
             "slots": max_batch_size,
             "KV memory": f"{kv_memory} on the device, {host_kv_memory} on the host",
-            "engine": engine,
+            "engine": "sim (simulated)" if engine == "sim" else engine,
             "processor cores": str(os.cpu_count()),
             "output tokens/s": ", ".join(f"{r['policy']} {r['output_tokens_per_second']:.1f}" for r in runs),
         },

@@ -97,7 +97,7 @@ class GatewayMetrics(Collector):
         yield from team_counters(self._state.meters, self._service)
         yield from team_gauges(self._state.meters, self._service)
         yield from self._scheduler(hello, step)
-        yield from self._engine()
+        yield from self._engine(hello)
         yield from self._memory(hello, step)
         yield from self._limits()
         yield from self._store()
@@ -165,7 +165,12 @@ class GatewayMetrics(Collector):
                 family.add_metric([direction], count)
             yield family
 
-    def _engine(self) -> Iterable[Metric]:
+    def _engine(self, hello: Hello | None) -> Iterable[Metric]:
+        text = "The connected engine, or the latest one: its kind (torch, or sim: simulated), policy and model."
+        about = GaugeMetricFamily("terazi_engine_info", text, labels=["kind", "policy", "model"])
+        if hello is not None:
+            about.add_metric([hello.kind, hello.policy, hello.model.name], 1)
+        yield about
         lives = self._state.engine_lives
         text = "Times the engine was started again, or that the connection to one run by itself was lost."
         yield CounterMetricFamily("terazi_engine_restarts", text, value=lives.num_restarts)

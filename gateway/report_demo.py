@@ -91,8 +91,10 @@ def render_demo(report: Mapping[str, Any]) -> str:
 
 
 def answer(report: Mapping[str, Any]) -> Section:
-    """One real answer, so that one sees a model at work."""
-    return Section("answer", "One real answer", report["question"], quote=report["answer"])
+    """One answer, so that one sees a model at work; the simulated engine's says that none was."""
+    is_simulated = bool(report["runs"][-1]["fairness"].get("simulated_requests"))
+    title = "One made-up answer of the simulated engine" if is_simulated else "One real answer"
+    return Section("answer", title, report["question"], quote=report["answer"])
 
 
 def comparison(report: Mapping[str, Any]) -> Section:

@@ -26,6 +26,7 @@ from gateway.report_format import (
     percent,
     seconds,
     shown_teams,
+    simulated_note,
     size,
     span,
     sum_of,
@@ -75,6 +76,8 @@ def fairness_page(
         interference(report, teams),
         totals(report),
     ]
+    note = simulated_note(report)
+    warnings = [note, *warnings] if note else warnings
     return Page(title, subtitle, tiles(report), sections, warnings, facts, [*footer, FOOTER])
 
 

@@ -17,6 +17,18 @@ def team_name(row: Mapping[str, Any]) -> str:
     return str(row["team"]) if status == "active" else f"{row['team']} ({status})"
 
 
+def simulated_note(report: Report) -> str:
+    """That figures of this period are of the simulated engine, "" if they are of a real one."""
+    figures = report.get("total", report)
+    simulated, requests = figures.get("simulated_requests", 0), figures.get("requests", 0)
+    if not simulated:
+        return ""
+    return (
+        f"SIMULATED: {simulated} of {requests} requests ran on the simulated engine. No model computed their answers, "
+        "and their device time is modelled."
+    )
+
+
 def number(value: float | None, places: int, factor: float = 1.0) -> str:
     """With thousands separators; an en dash for None."""
     return "–" if value is None else f"{value * factor:,.{places}f}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.render import cell, print_json, print_table
-from gateway.report_format import missing_samples, team_name, why_unbound
+from gateway.report_format import missing_samples, simulated_note, team_name, why_unbound
 
 _UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown", "refused"]  # shown where there were any
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
@@ -37,8 +37,11 @@ def write_usage(report: Report) -> None:
         *unhappy,
         *_USAGE_COLUMNS,
         *(n for n in some if n in _COSTS),
+        *(["simulated_requests"] if 0 < total["simulated_requests"] < total["requests"] else []),
         *_USAGE_TIMES,
     ]
+    if note := simulated_note(report):
+        print(note)
     print_table([*rows, dict.fromkeys(dimensions[:1], "TOTAL") | total], columns, title=title, has_total=bool(rows))
 
 
@@ -50,6 +53,8 @@ def write_fairness(report: Report) -> None:
     if not report["data"] and not report["tiers"]:
         print("nothing was served in this period")
         return
+    if note := simulated_note(report):
+        print(note)
     print_table([_team(row) for row in report["data"]], title="\nteams, while backlogged")
     print_table(
         [_tier(row, report) for row in report["tiers"]], title="\ntiers: longest pause against the printed bound"

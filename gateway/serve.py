@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from engine.messages import ServiceSamples
+from engine.messages import Hello, ServiceSamples
 from gateway import booking, lock, logs, process_memory, standard_files
 from gateway.admin import AdminState, admin_app
 from gateway.app import public_app
@@ -90,12 +90,16 @@ class _Announcement:
     data_dir: str
     key: str = ""
 
-    def show(self, model: str, as_json: bool) -> None:
+    def show(self, hello: Hello, as_json: bool) -> None:
+        model = hello.model.name
         if as_json:
-            record = {"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir, "model": model}
+            record: dict[str, object] = {"url": self.url, "admin_url": self.admin_url, "data_dir": self.data_dir}
+            record |= {"model": model, "simulated": hello.is_simulated}
             _say(json_text(record | ({"key": self.key} if self.key else {})))
             return
         _say(f"terazi {version('terazi')} serves {model} at {self.url}\nadmin {self.admin_url}, data {self.data_dir}")
+        if hello.is_simulated:
+            _say("SIMULATED: the engine is `sim`; no model computes the answers, their tokens are made up")
         if self.key:
             _say(f"\n{curl_line(self.url, self.key, model)}\n")
 
@@ -298,14 +302,16 @@ class _Server:
                 self._state.tokenizer = await asyncio.to_thread(ModelTokenizer.load, hello.model)
             except (OSError, ValueError) as error:
                 raise EngineStartError(f"the tokenizer of {hello.model.path} cannot be used: {error}") from error
-            await self._announce(hello.model.name)
-        about = {"engine": hello.engine_id, "epoch": hello.epoch, "model": hello.model.name}
+            await self._announce(hello)
+        about: dict[str, object] = {"engine": hello.engine_id, "epoch": hello.epoch, "model": hello.model.name}
+        if hello.is_simulated:
+            about["simulated"] = True
         _log.info("engine ready", extra={**about, "url": self._announcement.url, "open_files_limit": self._files})
 
-    async def _announce(self, model: str) -> None:
+    async def _announce(self, hello: Hello) -> None:
         if self._quickstart:
             self._announcement.key = await self._make_quickstart_key()
-        self._announcement.show(model, self._as_json)
+        self._announcement.show(hello, self._as_json)
 
     async def _make_quickstart_key(self) -> str:
         """Team `demo`, made once, and a fresh key."""

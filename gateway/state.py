@@ -172,9 +172,12 @@ def engine_away_error(lives: EngineLives) -> EngineDied:
 
 
 def engine_document(state: GatewayState) -> dict[str, Any]:
-    """What `/readyz` and the status say of the engine beside the reasons: why it does not stay up, if so."""
-    failure = state.engine_lives.failure
-    return {} if failure is None else {"engine_failure": failure.describe()}
+    """What `/readyz` and the status say of the engine beside the reasons: what there is to know, else nothing."""
+    hello, failure = state.engine.hello, state.engine_lives.failure
+    document: dict[str, Any] = {} if failure is None else {"engine_failure": failure.describe()}
+    if hello is not None and hello.is_simulated:
+        document["simulated"] = True
+    return document
 
 
 def draining_error() -> Unavailable:

@@ -38,6 +38,7 @@ _SIZES = ("short", "medium", "long")
 _CAUSED = ("preemptions", "swaps_out", "swaps_in", "recomputes", "bytes_out", "bytes_in")
 _TIER_COLUMNS = {
     "requests": SUMS["requests"],
+    "simulated_requests": SUMS["simulated_requests"],
     "longest_pause_us": func.max(_ledger.longest_pause_us),
     "pause_bound_us": func.max(_ledger.pause_bound_us),
     "over_bound": func.sum(
@@ -57,6 +58,7 @@ async def fairness_report(connection: AsyncConnection, period: Period) -> dict[s
     interference = await _interference(connection, reached, terms)
     steps = await summed(connection, reached, tables.step_samples, tables.step_hours)
     step = steps.get((), {})
+    tiers = await _tiers(connection, period)
     return {
         "object": "fairness_report",
         **period.describe(),
@@ -68,7 +70,8 @@ async def fairness_report(connection: AsyncConnection, period: Period) -> dict[s
         "lag_max_seconds": max((line["lag_max_seconds"] for line in data), default=None),
         "lag_bound_seconds": max((line["lag_bound_seconds"] or 0 for line in data), default=0) or None,
         "device_seconds": math.fsum(line["device_seconds"] for line in data),
-        "tiers": await _tiers(connection, period),
+        **{name: sum(line[name] for line in tiers) for name in ("requests", "simulated_requests")},
+        "tiers": tiers,
         "size_classes": await _size_classes(connection, period),
         "interference": interference,
         "totals": {
@@ -152,7 +155,7 @@ async def _tiers(connection: AsyncConnection, period: Period) -> list[dict[str, 
     times = await spreads(connection, groups, where, TIMES)
     lines = []
     for key, row in sorted(found.items()):
-        line: dict[str, Any] = {"tier": key[0], "requests": row["requests"]}
+        line: dict[str, Any] = {"tier": key[0], **{name: row[name] for name in ("requests", "simulated_requests")}}
         for name in TIMES:
             line |= times[key][1][name].seconds(name)
         line["longest_pause_seconds"] = row["longest_pause_us"] / 1e6

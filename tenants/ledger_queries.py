@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants import tables
 from tenants.periods import Period
-from tenants.rows import GIVEN_BACK
+from tenants.rows import GIVEN_BACK, SIMULATED_PREFIX
 
 _ledger = tables.ledger.c
 OUTCOMES = ("ok", "client_closed", "timeout", "error", "lost", "shutdown", "refused")
@@ -38,6 +38,7 @@ SUMS: dict[str, ColumnElement[Any]] = {
     "swaps": func.sum(_ledger.num_swaps),
     "recomputes": func.sum(_ledger.num_recomputes),
     "promotions": func.sum(_ledger.num_promotions),
+    "simulated_requests": func.sum(case((_ledger.engine_id.startswith(SIMULATED_PREFIX), 1), else_=0)),
 }
 # queue: admission to first step. ttft: arrival to first token. jct: arrival to end, of requests that ended well.
 TIMES: dict[str, ColumnElement[Any]] = {

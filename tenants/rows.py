@@ -6,6 +6,9 @@ A field added later has a default: a journal line written before the upgrade lac
 from dataclasses import dataclass
 from typing import Literal
 
+# Before the engine's id in a row whose tokens no model computed.
+SIMULATED_PREFIX = "sim:"
+
 Outcome = Literal["ok", "client_closed", "timeout", "error", "lost", "shutdown", "refused"]
 # A request with such an outcome was given back before its first step: it is no request of the minute.
 GIVEN_BACK: tuple[Outcome, ...] = ("refused", "timeout")

@@ -252,9 +252,11 @@ def test_quickstart_prints_a_line_that_works_and_may_be_used_again(make_server: 
         assert server.stop() == 0
     assert [team["name"] for team in server.json("team", "list")["data"]] == ["demo"]
     server.start("--quickstart", "--json")
+    assert server.out.count("SIMULATED") == 2, "the start says that no model answers"
     wait_until(lambda: server.out.rstrip().endswith("}"), "the document")
     started = json.loads("{" + server.out.rpartition("\n{")[2])
-    assert set(started) == {"url", "admin_url", "data_dir", "model", "key"}
+    assert set(started) == {"url", "admin_url", "data_dir", "model", "simulated", "key"}
+    assert started["simulated"] is True
     assert [model.id for model in client_of(server, started["key"]).models.list()] == ["tiny-random"]
 
 

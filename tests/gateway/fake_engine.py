@@ -40,7 +40,7 @@ def hello(**overrides: Any) -> Hello:
         "engine_id": "fake",
         "epoch": 7,
         "pid": 1,
-        "kind": "sim",
+        "kind": "torch",
         "policy": "eg-mlfq",
         "model": ModelInfo(
             name="org/tiny-random",

@@ -60,6 +60,7 @@ def ledger_rows(
             team=team,
             tier=TEAMS[team],
             model=rng.choice(["small", "large"]),
+            engine_id="e1" if i % 3 else "sim:e1",
             received_at_us=received,
             admitted_at_us=received + rng.randrange(5_000),
             prompt_tokens=rng.choice([rng.randrange(1, 200), rng.randrange(1, 3_000)]),

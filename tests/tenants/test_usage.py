@@ -40,6 +40,7 @@ def expected_line(rows: list[LedgerRow]) -> dict[str, Any]:
     line["overhead_device_seconds"] = sum(row.overhead_us for row in rows) / 1e6
     for name in ("preemptions", "swaps", "recomputes", "promotions"):
         line[name] = sum(getattr(row, f"num_{name}") for row in rows)
+    line["simulated_requests"] = sum(row.engine_id.startswith("sim:") for row in rows)
     for name, values in (("queue", queue), ("ttft", ttft), ("jct", jct)):
         for percent in (50, 95):
             rank = nearest_rank(values, percent)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.cli_options import DataDir, Json, data_dir_of
+from gateway.outputs import STANDARD_OUTPUT, write_output
 from gateway.render import EXIT_USAGE, CommandError, print_json, print_table, reporting
 
 usage_app = typer.Typer(help="What teams have used.", no_args_is_help=True)
@@ -34,7 +35,18 @@ To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="End, not i
 Zone = Annotated[
     str, typer.Option("--tz", metavar="ZONE", help="Zone of days and of times without an offset: Europe/Istanbul.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there, not to the terminal.")]
+
+
+def _out_name(text: str) -> str:
+    if not text.strip():
+        raise typer.BadParameter("it is empty")
+    return text
+
+
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="FILE", parser=_out_name, help="Write it there, not to the terminal; - is stdout."),
+]
 UsageFormat = Annotated[
     str, typer.Option("--format", metavar="table|json|csv", parser=_choice("table", "json", "csv"), help="What comes.")
 ]
@@ -121,24 +133,18 @@ def fairness_report(
         _emit(out, write)
 
 
-def _emit(out: Path | None, write: Callable[[], None]) -> None:
-    """Run `write`, which prints: to the terminal, or into `out`; a file is there whole or not at all.
+def _emit(out: str | None, write: Callable[[], None]) -> None:
+    """Run `write`, which prints: to standard output, or into what `out` names (`gateway.outputs`).
 
     Raises CommandError.
     """
-    if out is None:
+    if out is None or out == STANDARD_OUTPUT:
         write()
         return
     text = io.StringIO(newline="")
     with contextlib.redirect_stdout(text):
         write()
-    partial = out.with_name(out.name + ".partial")
-    try:
-        partial.write_text(text.getvalue(), encoding="utf-8", newline="")
-        partial.replace(out)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CommandError(f"{out} cannot be written: {error.strerror}", code="out_unwritable") from None
+    write_output(out, text.getvalue())
     print(f"written: {out}", file=sys.stderr)
 
 

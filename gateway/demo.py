@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trace
+from gateway.outputs import make_directory, write_output
 from gateway.policy_run import RunOptions, run_policy
 from gateway.render import EXIT_USAGE, CommandError, print_json, print_table
 from gateway.replay import Outcome
@@ -66,6 +67,7 @@ def run_demo(
 
     try:
         rows = load_trace(trace, seconds)
+        make_directory(out)  # now, for the runs take minutes
         stored = prepare(model)
     except TraceError as error:
         raise CommandError(str(error), EXIT_USAGE, "trace_unusable") from None
@@ -136,12 +138,9 @@ def write_report(report: dict[str, Any], out: Path) -> Path:
     from gateway.report_demo import render_demo
 
     path = out / "report.html"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_demo(report), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{out} cannot be written: {error.strerror}") from None
+    make_directory(out)
+    write_output(path, render_demo(report))
+    write_output(out / "report.json", json.dumps(report, indent=1) + "\n")
     return path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.openai import served_fields
+from gateway.outputs import write_output
 from gateway.request_fields import HARMLESS, UNSERVED, accepted_values
 from gateway.settings import SETTINGS, shown
 
@@ -109,4 +110,4 @@ def _code(text: str) -> str:
 
 if __name__ == "__main__":
     document = Path(sys.argv[1])
-    document.write_text(rewrite(document.read_text("utf-8")), "utf-8")
+    write_output(document, rewrite(document.read_text("utf-8")))

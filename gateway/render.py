@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +26,33 @@ class CommandError(Exception):
         self.code = code
 
 
+# Databases, journals, logs and reports name teams and what they do: they are for their owner, also below a directory
+# that others may enter. Whoever is to read them gets the permission afterwards.
+PRIVATE_UMASK = 0o077
+
+
 @contextlib.contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
-    """Turn what a command raises into one line on stderr (with --json also a document on stdout) and its exit code."""
+    """Run a command: what it makes is its user's alone, and what it raises becomes one line on stderr (with --json also
+    a document on stdout) and its exit code."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        with _reporting(as_json):
+            yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def _reporting(as_json: bool) -> Iterator[None]:
     from gateway.config_file import SettingsError
     from gateway.lock import DataDirLocked, DataDirUnusable
     from tenants.disk import disk_trouble
-    from tenants.errors import StoreUnavailable, TenantError
+    from tenants.errors import NotFound, StoreUnavailable, StoreUnreadable, TenantError
 
     try:
         yield
+        sys.stdout.flush()
         return
     except CommandError as error:
         failure = error
@@ -44,12 +62,17 @@ def reporting(as_json: bool) -> Iterator[None]:
         failure = CommandError(str(error), EXIT_UNREACHABLE, "data_dir_locked")
     except DataDirUnusable as error:
         failure = CommandError(str(error), EXIT_ERROR, "data_dir_unusable")
+    except StoreUnreadable as error:
+        failure = CommandError(error.message, EXIT_DENIED, error.code)
     except StoreUnavailable as error:
         failure = CommandError(error.message, EXIT_UNREACHABLE, error.code)
+    except NotFound as error:
+        failure = CommandError(error.message, EXIT_NOT_FOUND, error.code)
     except TenantError as error:
         failure = CommandError(error.message, EXIT_ERROR, error.code)
     except BrokenPipeError:
         # `terazi ... | head`: the reader has enough.
+        drop_standard_output()
         raise SystemExit(0) from None
     except OSError as error:
         # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
@@ -59,6 +82,17 @@ def reporting(as_json: bool) -> Iterator[None]:
         print_json(error_document(failure.code, str(failure)))
     print(f"terazi: {failure}", file=sys.stderr)
     raise SystemExit(failure.exit_code)
+
+
+def drop_standard_output() -> None:
+    """Nobody reads it any more, or it cannot be written: what is left of it goes nowhere.
+
+    Else Python tries again as it ends, prints a warning about it and turns the exit code into 120.
+    """
+    with contextlib.suppress(OSError, ValueError):  # not a real file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def error_document(code: str, message: str) -> dict[str, Any]:

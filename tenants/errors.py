@@ -13,7 +13,9 @@ TenantError
 └── StoreUnavailable    database or journal cannot take it (503)
     ├── SchemaTooNew    the database was made by a newer Terazi
     ├── MigrationFailed one step of the schema's upgrade
-    └── StoreInUse      another gateway, or a command, holds the store
+    ├── StoreInUse      another gateway, or a command, holds the store
+    ├── StoreUnreachable  the database server does not answer, or lets this user not in
+    └── StoreUnreadable   this user may not read the database's files
 """
 
 
@@ -163,3 +165,15 @@ class StoreInUse(StoreUnavailable):
             "or give this one a store of its own."
         )
         self.holder = holder
+
+
+class StoreUnreachable(StoreUnavailable):
+    """The database server does not answer, or does not let this user in. The message has host and port."""
+
+    code = "store_unreachable"
+
+
+class StoreUnreadable(StoreUnavailable):
+    """This user may not read the database's files. The message names the file and the permission that is missing."""
+
+    code = "store_unreadable"

@@ -48,9 +48,19 @@ class StoredModel:
 
 
 def cache_root(cache_dir: str = "") -> Path:
-    """The cache directory: the argument, else $TERAZI_CACHE_DIR, else ~/.cache/terazi."""
-    chosen = cache_dir or os.environ.get("TERAZI_CACHE_DIR", "")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "terazi"
+    """The cache directory: the argument, else $TERAZI_CACHE_DIR, else ~/.cache/terazi.
+
+    Raises ModelStoreError when there is no home directory to find it in.
+    """
+    chosen = cache_dir or os.environ.get("TERAZI_CACHE_DIR", "") or "~/.cache/terazi"
+    try:
+        if chosen.startswith("~") and os.environ.get("HOME") == "":  # it would be a directory of the root
+            raise RuntimeError
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise ModelStoreError(
+            f"this user has no home directory for the cache {chosen}; set TERAZI_CACHE_DIR (engine.cache_dir)"
+        ) from None
 
 
 def describe(model: str, cache_dir: str = "", *, dtype: str = "", device: str = "", num_threads: int = 1) -> ModelInfo:

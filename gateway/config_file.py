@@ -12,11 +12,19 @@ from typing import Any
 
 import yaml
 
+from tenants.store_url import scrubbed
+
 MAX_CONFIG_BYTES = 1 << 20
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used; the text says where it stands, the value and the fix."""
+    """A setting that cannot be used; the text says where it stands, the value and the fix.
+
+    A password of a URL that stood in the wrong place is hidden in it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(scrubbed(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Log lines on stderr: one JSON object or one line of text each, with API keys and admin tokens taken out."""
+"""Log lines on stderr: one JSON object or one line of text each, without API keys, admin tokens and URLs' passwords."""
 
 import json
 import logging
@@ -7,6 +7,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from tenants.store_url import scrubbed
+
 # Wider than a whole key on purpose: a truncated key is still a secret. The public id stays, it is no secret.
 _SECRETS = re.compile(r"(trz-[0-9A-Za-z]{12}-)[0-9A-Za-z]{4,}|(trza-)[0-9A-Za-z_-]{4,}")
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -14,7 +16,7 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 def redact(text: str) -> str:
     """The text without secrets."""
-    return _SECRETS.sub(lambda found: (found[1] or found[2]) + "***", text)
+    return scrubbed(_SECRETS.sub(lambda found: (found[1] or found[2]) + "***", text))
 
 
 def one_line(text: str, chars_max: int) -> str:

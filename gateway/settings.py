@@ -7,6 +7,7 @@ A wrong value stops the start: `SettingsError` names where it stands, the value 
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,11 +18,18 @@ from gateway.body_bounds import body_bounds
 from gateway.config_file import ConfigValue, SettingsError, nearest, read_config_file
 from gateway.settings_table import SETTINGS as SETTINGS
 from gateway.settings_table import Setting as Setting
+from tenants import store_url
+from tenants.errors import Invalid
 
 CONFIG_ENV = "TERAZI_CONFIG"
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+# What Kubernetes sets in every pod for a Service NAME: NAME_PORT=tcp://10.96.0.20:8081, and the names beside it.
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:[0-9]+", re.ASCII)
+_SERVICE_NAME = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)", re.ASCII
+)
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -88,8 +96,12 @@ class Settings:
 
     @property
     def database_url(self) -> str:
-        """`store_url`, or SQLite in the data directory."""
-        return self.store_url or f"sqlite+aiosqlite:///{self.data_dir / 'terazi.db'}"
+        """`store_url` in the spelling of the drivers, or SQLite in the data directory."""
+        if self.store_url:
+            return store_url.normalised(self.store_url)
+        from tenants.database import sqlite_url  # SQLAlchemy is not needed to read settings
+
+        return sqlite_url(self.data_dir / "terazi.db")
 
 
 # One YAML key for a pair of settings.
@@ -120,18 +132,35 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], config_file: 
     _refuse_unknown_environment(environment)
     for row in SETTINGS:
         text = environment.get(row.env)
-        # Kubernetes sets NAME_PORT=tcp://... for a service called NAME; that is no choice of the operator's.
-        if text is not None and not (row.name == "port" and text.startswith("tcp://")):
+        if text is not None and not _is_of_kubernetes(row.env, text):
             values[row.name], sources[row.name] = parse_text(row, text, row.env), f"environment {row.env}"
     for name, given in flags.items():
         if given is not None:
             row = _BY_NAME[name]
             values[name] = parse_text(row, str(given), row.flag or name)
             sources[name] = f"flag {row.flag}"
-    values["data_dir"] = Path(values["data_dir"]).expanduser().absolute()
+    values["data_dir"] = _directory(values["data_dir"], sources["data_dir"])
     result = Settings(**values, sources=sources)
     _check_together(result)
     return result
+
+
+def _directory(text: str, source: str) -> Path:
+    """The data directory as an absolute path. Raises SettingsError when it begins with ~ and there is no home."""
+    try:
+        # An empty HOME would make it a directory of the root.
+        if text.startswith("~") and os.environ.get("HOME") == "":
+            raise RuntimeError
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise SettingsError(
+            f"data_dir ({source}): this user has no home directory for {text}; "
+            "give --data-dir DIR or set TERAZI_DATA_DIR"
+        ) from None
+    except FileNotFoundError:
+        raise SettingsError(
+            f"data_dir ({source}): {text} begins in a directory that is gone; give an absolute path"
+        ) from None
 
 
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:
@@ -188,8 +217,14 @@ def parse_text(row: Setting, text: str, where: str) -> Any:
 
 
 def _parse_str(row: Setting, text: str, where: str) -> str:
-    if "\0" in text or (not text.strip() and row.default != ""):
-        raise SettingsError(f"{where}: {text!r} is empty or not text")
+    if not text.strip() and row.default != "":
+        raise SettingsError(f"{where}: {text!r} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SettingsError(f"{where}: it is not UTF-8 text") from None
+    if "\0" in text:
+        raise SettingsError(f"{where}: it has a NUL")
     return text
 
 
@@ -258,17 +293,29 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"max_body_bytes, process_above_bytes, prepare_team_bytes and prepare_total_bytes: {error}"
         ) from None
+    if settings.store_url:
+        try:
+            store_url.normalised(settings.store_url)
+        except Invalid as error:
+            raise SettingsError(f"store_url ({settings.sources['store_url']}): {error.message}") from None
 
 
 def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
     """A near miss of one of our names is a typo. Other TERAZI_ names may be someone else's (a Kubernetes service)."""
     known = [s.env for s in SETTINGS] + [CONFIG_ENV]
-    for name in environment:
-        if not name.startswith("TERAZI_") or name in known or re.search(r"_(SERVICE|PORT_[0-9]+)", name):
+    for name, text in environment.items():
+        if not name.startswith("TERAZI_") or name in known or _is_of_kubernetes(name, text):
             continue
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if close:
             raise SettingsError(f"environment {name} is unknown; did you mean {close[0]}?")
+
+
+def _is_of_kubernetes(name: str, text: str) -> bool:
+    """Whether a variable tells of a Service called `terazi` or `terazi-...`: that is no choice of the operator's."""
+    if name.endswith("_PORT") and _SERVICE_ADDRESS.fullmatch(text):
+        return True
+    return _SERVICE_NAME.fullmatch(name) is not None
 
 
 def shown(row: Setting, value: Any) -> str:
@@ -292,7 +339,7 @@ def as_rows(settings: Settings) -> list[dict[str, Any]]:
             continue
         value = getattr(settings, field.name)
         if field.name == "store_url":
-            value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
+            value = store_url.masked(value)
         row = _BY_NAME[field.name]
         rows.append(
             {

@@ -9,22 +9,24 @@ a commit must survive a power failure.
 
 import asyncio
 import logging
+import os
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Insert, Table, event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, InvalidRequestError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
-from tenants import postgres_driver, sqlite_driver
-from tenants.errors import Invalid, StoreUnavailable
+from tenants import sqlite_driver, store_url
+from tenants.errors import Invalid, StoreUnavailable, StoreUnreachable
 
 # What a database that is away, full or broken raises: drivers let some errors through unwrapped.
 STORE_ERRORS: tuple[type[Exception], ...] = (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable)
@@ -33,16 +35,14 @@ STORE_ERRORS: tuple[type[Exception], ...] = (SQLAlchemyError, sqlite3.Error, OSE
 logging.getLogger("aiosqlite").setLevel(logging.WARNING)
 
 BUSY_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_SECONDS = 10.0  # of a PostgreSQL server, unless its URL has a `timeout`
 WAL_SIZE_LIMIT_BYTES = 64 * 1024**2
 BEGIN_OPTION = "terazi_begin"  # execution option: how a transaction begins on SQLite
 
 
 def sqlite_path(url: str) -> Path | None:
     """The file of a SQLite URL; None for another database. Raises Invalid for a URL that cannot be read."""
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise Invalid(f"The store URL cannot be read: {error}", param="store.url") from error
+    parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite":
         return None
     if not parsed.database or parsed.database == ":memory:":
@@ -51,31 +51,97 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def sqlite_url(path: Path) -> str:
-    """The store URL of a SQLite file."""
-    return f"sqlite+aiosqlite:///{path}"
+    """The store URL of a SQLite file, whatever letters its path has."""
+    return f"{store_url.SQLITE}:///{quote(str(path))}"
+
+
+def _parsed(url: str) -> URL:
+    """Raises Invalid, without any part of the URL that could be a password."""
+    url = store_url.normalised(url)
+    try:
+        return make_url(url)
+    except (ArgumentError, ValueError):  # their texts repeat what they could not read
+        raise Invalid("The store URL cannot be read.", param="store.url") from None
 
 
 def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True) -> AsyncEngine:
-    """An engine with our hooks. Raises Invalid when the URL is wrong or its driver is not installed."""
-    is_sqlite = sqlite_path(url) is not None
+    """An engine with our hooks.
+
+    Raises Invalid when the URL is wrong or its driver is not installed, and, with `is_read_only`, StoreUnreadable when
+    this user may not read the SQLite file.
+    """
+    parsed = _parsed(url)
+    path = sqlite_path(url)
     options: dict[str, Any] = {"hide_parameters": True}  # in errors and logs
-    if is_sqlite:
+    if path is None:
+        parsed, options["connect_args"] = _postgresql_arguments(parsed)
+    elif is_read_only and not parsed.query:
+        open_file = sqlite_driver.opener(sqlite_driver.reading_uri(path))
+        options["connect_args"] = {"async_creator_fn": open_file}
+    else:
         options["connect_args"] = {"async_creator_fn": sqlite_driver.connect}
-    elif make_url(url).drivername == "postgresql+asyncpg":
-        options["connect_args"] = {"async_creator_fn": postgres_driver.connect}
     if not is_pooled:
         options["poolclass"] = NullPool
-    if is_pooled and not is_sqlite:
+    if is_pooled and path is None:
         options["pool_pre_ping"] = True
     try:
-        engine = create_async_engine(url, **options)
+        engine = create_async_engine(parsed, **options)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         raise Invalid(f"The store URL needs a driver that is not installed: {error}", param="store.url") from error
-    if is_sqlite:
+    except (ArgumentError, InvalidRequestError):
+        raise Invalid("The store URL cannot be read.", param="store.url") from None
+    if path is not None:
         _hook_sqlite(engine, is_read_only)
     elif is_read_only:
         engine = engine.execution_options(postgresql_readonly=True)
     return engine
+
+
+def _postgresql_arguments(url: URL) -> tuple[URL, dict[str, Any]]:
+    """The URL without the parameters that are no text, and those as the driver's arguments."""
+    arguments: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_SECONDS}
+    query = dict(url.query)
+    for name, number in store_url.NUMBERS.items():
+        if name in query:
+            arguments[name] = number(str(query.pop(name)))
+    if "application_name" in query:
+        arguments["server_settings"] = {"application_name": str(query.pop("application_name"))}
+    arguments["async_creator_fn"] = _postgresql_opener(url)
+    return url.set(query=query), arguments
+
+
+def _postgresql_opener(url: URL) -> Callable[..., Awaitable[Any]]:
+    async def connect(*arguments: Any, **options: Any) -> Any:
+        """asyncpg.connect, whose many errors become StoreUnreachable with host and port, and without the password."""
+        import asyncpg
+
+        try:
+            return await asyncpg.connect(*arguments, **options)
+        except (OSError, TimeoutError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            text = url.render_as_string(hide_password=False)
+            reason = " ".join(store_url.without_secrets(_reason(error), text).split())
+            raise StoreUnreachable(
+                f"The database server at {_address(options)} cannot be used: {reason.rstrip('.')}."
+            ) from error
+
+    return connect
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)  # asyncio's own text repeats the address as a tuple
+    return str(getattr(error, "strerror", None) or error) or "it did not answer in time"
+
+
+def _address(options: Mapping[str, Any]) -> str:
+    """`host:port` of what a connection was asked for; several are joined by commas."""
+    hosts, ports = options.get("host"), options.get("port")
+    names = hosts if isinstance(hosts, (list, tuple)) else [hosts or os.environ.get("PGHOST") or "localhost"]
+    numbers = ports if isinstance(ports, (list, tuple)) else [ports or os.environ.get("PGPORT") or 5432] * len(names)
+    return ", ".join(
+        f"[{name}]:{number}" if ":" in str(name) else f"{name}:{number}"
+        for name, number in zip(names, numbers, strict=False)
+    )
 
 
 def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
@@ -85,6 +151,10 @@ def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
         cursor = connection.cursor()
         try:
             cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+            if is_read_only:
+                # Asking for WAL or a limit would write: a reader takes the database as it is.
+                cursor.execute("PRAGMA query_only = ON")
+                return
             # SQLite answers with the old mode instead of failing, so read it back.
             cursor.execute("PRAGMA journal_mode = WAL")
             (mode,) = cursor.fetchone() or (None,)
@@ -93,8 +163,6 @@ def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
             cursor.execute("PRAGMA synchronous = FULL")
             cursor.execute("PRAGMA foreign_keys = ON")
             cursor.execute(f"PRAGMA journal_size_limit = {WAL_SIZE_LIMIT_BYTES}")
-            if is_read_only:
-                cursor.execute("PRAGMA query_only = ON")
         finally:
             cursor.close()
 
@@ -107,9 +175,10 @@ def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
 class Database:
     """One store. Owns the pool and the lock its writers queue on; close it at the end."""
 
-    def __init__(self, url: str, engine: AsyncEngine) -> None:
+    def __init__(self, url: str, engine: AsyncEngine, frozen: sqlite_driver.FrozenFile | None = None) -> None:
         self.url = url
         self._engine = engine
+        self._frozen = frozen
         self._write_lock = asyncio.Lock()
 
     @classmethod
@@ -119,8 +188,13 @@ class Database:
 
     @classmethod
     def read_only(cls, url: str) -> "Database":
-        """The same, but every write fails: for reports."""
-        return cls(url, make_engine(url, is_read_only=True))
+        """The same, but every write fails and nothing is made: for reports, also by a user who may only read.
+
+        Raises StoreUnreadable when this user may not read what the database's rows stand in.
+        """
+        path = sqlite_path(url)
+        frozen = None if path is None else sqlite_driver.frozen(path)
+        return cls(url, make_engine(url, is_read_only=True), frozen)
 
     @staticmethod
     async def upgrade(url: str) -> str:
@@ -142,6 +216,8 @@ class Database:
                 connection = await connection.execution_options(isolation_level="REPEATABLE READ")
             async with connection.begin():
                 yield connection
+        if self._frozen is not None and self._frozen.has_changed():
+            raise StoreUnavailable("A server began to write while the database was read without it; try again.")
 
     @asynccontextmanager
     async def begin_immediate(self) -> AsyncIterator[AsyncConnection]:

@@ -1,4 +1,4 @@
-"""aiosqlite, but its threads end quietly.
+"""aiosqlite, but its threads end quietly; and how a database is opened by a user who may only read it.
 
 aiosqlite runs each connection in a thread that hands results back to the event loop. When a connection cannot be
 opened, or a task is cancelled while its query runs, the loop may be closed by then, and the thread dies with a
@@ -6,11 +6,18 @@ traceback on stderr, after the command has printed its one clear line. Nobody wa
 dropped.
 """
 
+import os
 import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import quote
 
 from aiosqlite.core import Connection, _connection_worker_thread
+
+from tenants.errors import StoreUnreadable
 
 _ROWS_PER_FETCH = 64  # aiosqlite's default
 
@@ -35,3 +42,80 @@ class QuietConnection(Connection):
 def connect(*args: Any, **options: Any) -> QuietConnection:
     """What SQLAlchemy calls in place of aiosqlite.connect; the arguments are sqlite3.connect's."""
     return QuietConnection(*args, **options)
+
+
+def opener(uri: str) -> Callable[..., QuietConnection]:
+    """The same, but it opens `uri` (`file:...`) whatever name it is given."""
+
+    def connect_to_uri(_: str, **options: Any) -> QuietConnection:
+        return QuietConnection(uri, **(options | {"uri": True}))
+
+    return connect_to_uri
+
+
+# --- reading only -----------------------------------------------------------------------------------------------------
+#
+# A database in WAL mode has its newest rows in FILE-wal, and readers and writers agree through FILE-shm. A reader that
+# finds no FILE-shm makes it, so it needs a directory that it may write to. For one that may not:
+#
+#     no FILE-wal, or an empty one  nobody has the database open: SQLite may take FILE as it is ("immutable")
+#     rows in FILE-wal, a FILE-shm  a server runs; SQLite reads along, if this user may read all three
+#     rows in FILE-wal alone        left by a killed server; they cannot be read, and without them the figures are wrong
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A database that is read as if nobody could write to it, as it was when that began."""
+
+    path: Path
+    begun: tuple[int, int, int]
+
+    def has_changed(self) -> bool:
+        """Whether somebody has written since: then what was read may be a mixture."""
+        return _state(self.path) != self.begun or _size(_beside(self.path, "-wal")) > 0
+
+
+def frozen(path: Path) -> FrozenFile | None:
+    """The file, when it must be taken as it is because this user may not write beside it and no rows wait there."""
+    wal = _beside(path, "-wal")
+    is_alone = not wal.exists() or not (_size(wal) or _beside(path, "-shm").exists())
+    return FrozenFile(path, _state(path)) if is_alone and path.exists() and not _may_write(path) else None
+
+
+def reading_uri(path: Path) -> str:
+    """The URI by which SQLite reads `path` and makes no database. Raises StoreUnreadable when this user may not."""
+    for file in (path, _beside(path, "-wal"), _beside(path, "-shm")):
+        if file.exists() and not os.access(file, os.R_OK, effective_ids=True):
+            raise StoreUnreadable(f"This user may not read {file}: it lacks read permission.")
+    if _may_write(path):
+        how = "mode=rw"
+    elif frozen(path) is not None:
+        how = "mode=ro&immutable=1"
+    elif _beside(path, "-shm").exists() or not _size(_beside(path, "-wal")):
+        how = "mode=ro"
+    else:
+        raise StoreUnreadable(
+            f"{_beside(path, '-wal')} has rows that a stopped server left, and reading them needs write permission on "
+            f"{path.parent}: read a copy in a directory of this user's, or start the server once."
+        )
+    return f"file://{quote(str(path.absolute()))}?{how}"
+
+
+def _may_write(path: Path) -> bool:
+    return all(os.access(place, os.W_OK, effective_ids=True) for place in (path, path.parent))
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    about = path.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,11 +1,15 @@
 """Settings: precedence, and that a wrong value stops the start with where it stands and the fix."""
 
+import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.model_store import ModelStoreError, cache_root
+from gateway.cli import app
 from gateway.config_file import SettingsError
-from gateway.settings import SETTINGS, as_rows, load
+from gateway.settings import SETTINGS, Setting, as_rows, load
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -126,6 +130,76 @@ def test_a_near_miss_in_the_environment_is_refused_and_foreign_names_are_not() -
     assert load({}, kubernetes).port == 8080
 
 
+PORTS = [row for row in SETTINGS if row.env.endswith("_PORT")]
+SERVICES = ["TERAZI", "TERAZI_ADMIN", "TERAZI_ENGINE", "TERAZI_HOST", "TERAZI_MODEL", "TERAZI_POLICY", "TERAZI_STORE"]
+
+
+def kubernetes(service: str, address: str) -> dict[str, str]:
+    """What Kubernetes sets in each pod for a Service with one port called `http`."""
+    protocol, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    pair = f"{service}_PORT_{port}_{protocol.upper()}"
+    return {
+        f"{service}_SERVICE_HOST": host,
+        f"{service}_SERVICE_PORT": port,
+        f"{service}_SERVICE_PORT_HTTP": port,
+        f"{service}_PORT": address,
+        pair: address,
+        f"{pair}_PROTO": protocol,
+        f"{pair}_PORT": port,
+        f"{pair}_ADDR": host,
+    }
+
+
+@pytest.mark.case("H26")
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    "address", ["tcp://10.96.0.20:8081", "udp://10.96.0.20:53", "tcp://[fd00::14]:8081", "tcp://fd00::14:8081"]
+)
+def test_the_variables_of_a_kubernetes_service_are_skipped(service: str, address: str) -> None:
+    settings = load({}, kubernetes(service, address))
+    assert set(settings.sources.values()) == {"default"}
+    assert (settings.port, settings.admin_port) == (8080, 8081)
+
+
+@pytest.mark.case("H26")
+@pytest.mark.parametrize("row", PORTS, ids=lambda row: row.env)
+@pytest.mark.parametrize("text", ["tcp", "tcp://10.96.0.20", "tcp://", "http://10.0.0.1:80", "8081/tcp", "70000", ""])
+def test_a_wrong_port_beside_them_is_still_refused(row: Setting, text: str) -> None:
+    environment = kubernetes("TERAZI_ADMIN", "tcp://10.96.0.20:8081") | {row.env: text}
+    with pytest.raises(SettingsError, match=row.env):
+        load({}, environment)
+    with pytest.raises(SettingsError, match="did you mean TERAZI_ADMIN_PORT"):
+        load({}, {"TERAZI_ADMIN_PROT": "8081"})
+
+
+@pytest.mark.case("H29")
+@pytest.mark.parametrize("home", ["", None])
+def test_no_home_is_one_line_that_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)  # has no entry
+    else:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(SettingsError, match=r"^data_dir \(default\): this user has no home .* TERAZI_DATA_DIR$"):
+        load({}, {})
+    assert load({"data_dir": tmp_path}, {}).data_dir == tmp_path
+    shown = CliRunner().invoke(app, ["config", "show"])
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (2, "", 1)
+    with pytest.raises(ModelStoreError, match=r"no home directory for the cache .*; set TERAZI_CACHE_DIR"):
+        cache_root("")
+    assert cache_root(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/data", "~"])
+def test_a_tilde_that_leads_nowhere_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(SettingsError, match=r"data_dir .flag --data-dir.: this user has no home"):
+        load({"data_dir": name}, {})
+
+
 @pytest.mark.parametrize("text", ["", "1e3", "١", "0x10", "8 080", "8,080", "99999999999999999999"])
 def test_numbers_as_text_are_plain_digits(text: str) -> None:
     with pytest.raises(SettingsError, match=r"TERAZI_PORT: .* is not a whole number"):
@@ -137,6 +211,7 @@ def test_one_port_for_both_listeners_is_refused() -> None:
         load({"port": "9000", "admin_port": "9000"}, {})
 
 
+@pytest.mark.case("H32")
 def test_config_show_masks_the_password_of_the_store() -> None:
     rows = {row["name"]: row for row in as_rows(load({}, {"TERAZI_STORE_URL": "postgresql://u:s3cret@db/x"}))}
     assert rows["store_url"]["value"] == "postgresql://u:***@db/x"

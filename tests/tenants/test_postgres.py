@@ -14,7 +14,7 @@ from sqlalchemy import Connection, insert, select
 from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, reports, tables, teams, tiers
 from tenants.database import Database, make_engine
-from tenants.errors import Conflict, MigrationFailed, SchemaTooNew, StoreUnavailable
+from tenants.errors import Conflict, MigrationFailed, SchemaTooNew, StoreUnavailable, StoreUnreachable
 from tenants.ledger import Ledger
 from tenants.periods import Period
 from tenants.retention import Retention
@@ -108,7 +108,7 @@ async def test_when_there_is_no_connection_one_line_says_why(server: PostgresSer
     for wrong, cause in (
         (url.replace("@/terazi", "@/nosuch"), 'database "nosuch'),
         (url.replace("postgres@", "nobody:secret-word@"), 'role "nobody" does not exist'),
-        ("postgresql+asyncpg://u:secret-word@127.0.0.1:1/x", "Connect call failed"),
+        ("postgresql+asyncpg://u:secret-word@127.0.0.1:1/x", "(Connect call failed|Connection refused)"),
         ("postgresql+asyncpg://u:secret-word@/x?host=/nowhere", "No such file or directory"),
     ):
         for attempt in (migrate.upgrade, migrate.current):
@@ -240,3 +240,24 @@ def _literal(value: object) -> str:
     if value is None:
         return "NULL"
     return str(value).upper() if isinstance(value, bool) else repr(value)
+
+
+@pytest.mark.case("H32")
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql"])
+async def test_the_urls_of_platforms_are_served(server: PostgresServer, scheme: str) -> None:
+    url = server.new_database().replace("postgresql+asyncpg:", f"{scheme}:")
+    url += "&sslmode=disable&connect_timeout=5&application_name=terazi&statement_cache_size=0"
+    assert await migrate.upgrade(url) == migrate.head() == await migrate.current(url)
+    database = Database.open(url)
+    async with database.session() as connection:
+        assert (await connection.exec_driver_sql("SHOW application_name")).scalar() == "terazi"
+    await database.dispose()
+
+
+@pytest.mark.case("H32")
+async def test_a_server_that_refuses_us_is_one_line_without_the_password(server: PostgresServer) -> None:
+    url = server.new_database().replace("postgres@", "nobody-here:S3cret@")
+    with pytest.raises(StoreUnreachable) as refused:
+        await migrate.upgrade(url)
+    assert f"server at {server.directory}:5432 cannot be used: role" in refused.value.message
+    assert "S3cret" not in refused.value.message and "\n" not in refused.value.message

@@ -60,6 +60,7 @@ def admin_app(state: AdminState) -> Starlette:
             Route(f"{v1}/reports/usage", of_reports.usage),
             Route(f"{v1}/reports/fairness", of_reports.fairness),
             Route(f"{v1}/status", admin.status),
+            Route(f"{v1}/settings", admin.settings),
             Route(f"{v1}/audit", admin.audit),
         ],
         middleware=[*watch, Middleware(_RequireToken, token=state.token)],

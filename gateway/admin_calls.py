@@ -55,6 +55,9 @@ class AdminCalls:
     async def status(self, _: Request) -> Response:
         return json_response(self._state.status())
 
+    async def settings(self, _: Request) -> Response:
+        return json_response({"settings": list(self._state.settings)})
+
     # --- reading ------------------------------------------------------------------------------------------------
 
     async def list_teams(self, request: Request) -> Response:

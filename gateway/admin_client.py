@@ -1,12 +1,14 @@
 """The admin API as the CLI calls it: over HTTP to the running server, or the same app in this process.
 
-Without a server the command holds the data directory's lock itself while it runs, so there is one writer and one code
-path either way.
+Without a server a command that writes holds the data directory's lock itself while it runs, so there is one writer and
+one code path either way. A command that only reads opens the database read-only: it makes nothing, also where a
+directory's name was mistyped.
 """
 
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from gateway.settings import load
 
 if TYPE_CHECKING:
     import httpx
+
+    from gateway.admin_state import AdminState
 
 _EXIT_OF_STATUS = {400: EXIT_USAGE, 401: EXIT_DENIED, 403: EXIT_DENIED, 404: EXIT_NOT_FOUND, 409: EXIT_CONFLICT}
 _EXIT_OF_STATUS |= {413: EXIT_USAGE, 422: EXIT_USAGE, 503: EXIT_UNREACHABLE}
@@ -90,6 +94,27 @@ async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
 
 
 @contextlib.asynccontextmanager
+async def open_admin_to_read(data_dir: Path) -> AsyncIterator[AdminClient]:
+    """The admin API for GET calls. Raises CommandError, DataDirUnusable or TenantError; makes and locks nothing."""
+    info = running_server(data_dir)
+    if info is not None:
+        async with _running_server(data_dir, info) as client:
+            yield client
+        return
+    from gateway.store import reading_admin_state
+
+    token = secrets.token_urlsafe(32)  # this process alone asks
+    async with reading_admin_state(load({"data_dir": data_dir}, os.environ), token) as state, _asked(state) as client:
+        yield client
+
+
+def running_server(data_dir: Path) -> dict[str, Any] | None:
+    """Where the server of this data directory listens and its process id; None when none does."""
+    info = lock.read_server_info(data_dir)
+    return info if info is not None and lock.is_held(data_dir / "lock") else None
+
+
+@contextlib.asynccontextmanager
 async def _running_server(data_dir: Path, info: Mapping[str, Any]) -> AsyncIterator[AdminClient]:
     import httpx
 
@@ -103,26 +128,35 @@ async def _running_server(data_dir: Path, info: Mapping[str, Any]) -> AsyncItera
 
 @contextlib.asynccontextmanager
 async def _in_process(data_dir: Path) -> AsyncIterator[AdminClient]:
-    import httpx
-
-    from gateway.admin import admin_app
     from gateway.store import offline_admin_state
 
     token = lock.admin_token(data_dir)
-    async with offline_admin_state(load({"data_dir": data_dir}, os.environ), token) as state:
-        transport = httpx.ASGITransport(admin_app(state))
-        headers = {"authorization": f"Bearer {token}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
-            yield AdminClient(http)
+    settings = load({"data_dir": data_dir}, os.environ)
+    async with offline_admin_state(settings, token) as state, _asked(state) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def _asked(state: "AdminState") -> AsyncIterator[AdminClient]:
+    """The admin app on `state`, in this process."""
+    import httpx
+
+    from gateway.admin import admin_app
+
+    headers = {"authorization": f"Bearer {state.token}"}
+    transport = httpx.ASGITransport(admin_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
+        yield AdminClient(http)
 
 
 def call(
     data_dir: Path, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One call, start to end, for a command."""
+    """One call, start to end, for a command. A GET makes nothing."""
+    opened = open_admin_to_read if method == "GET" else open_admin
 
     async def once() -> dict[str, Any]:
-        async with open_admin(data_dir) as client:
+        async with opened(data_dir) as client:
             return await client.call(method, path, body=body, params=params)
 
     return asyncio.run(once())

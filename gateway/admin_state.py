@@ -1,6 +1,6 @@
 """What the admin API stands on, handed to its calls as one value, and what they all read of a request."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class AdminState:
     status: Callable[[], Mapping[str, Any]] = _no_server
     metrics: Callable[[], bytes] = bytes  # nothing
     flush: Callable[[], Awaitable[None]] | None = None
+    settings: Sequence[Mapping[str, Any]] = ()  # the running server's, as `config show` prints them
     hello: Callable[[], Hello | None] = _no_hello  # of the connected engine: maximum pauses follow from it
     now_us: Callable[[], int] = wall_clock_us
     refusals: RefusalLog | None = None  # logs what is refused

@@ -256,16 +256,21 @@ def simulate(
 
 @config_app.command("show")
 def config_show(config: ConfigFile = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Every setting with its value and where it came from."""
+    """Every setting, its value and its source: the running server's, else (or with --config) those of a next start."""
     with reporting(as_json):
+        from gateway.admin_client import call, running_server
         from gateway.settings import as_rows, setting, shown
 
-        rows = as_rows(_settings(config, data_dir=data_dir))
+        settings = _settings(config, data_dir=data_dir)
+        server = None if config else running_server(settings.data_dir)
+        answer = call(settings.data_dir, "GET", "/admin/v1/settings") if server else {"settings": as_rows(settings)}
+        rows = answer["settings"] or as_rows(settings)  # none when the server has ended meanwhile
         if as_json:
-            print_json({"settings": rows})
+            print_json({"settings": rows, "server": server})
         else:
             texts = [row | {"value": shown(setting(row["name"]), row["value"])} for row in rows]
-            print_table(texts, ["name", "value", "source"])
+            title = f"settings of the running server, process {server['pid']}" if server else ""
+            print_table(texts, ["name", "value", "source"], title)
 
 
 @db_app.command("upgrade")
@@ -345,7 +350,10 @@ def _run(arguments: list[str]) -> Any:
         print("terazi: an argument is not UTF-8 text", file=sys.stderr)
         return EXIT_USAGE
     except typer.TyperException as error:
+        from tenants.store_url import scrubbed
+
         usage = cast(typer.BadParameter, error)  # all are usage errors, whose base has no public name
+        usage.message = scrubbed(usage.message)  # it repeats an argument, which may be a store URL in the wrong place
         if as_json:
             print_json(error_document("usage", usage.format_message()))
         usage.show()

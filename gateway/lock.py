@@ -10,13 +10,17 @@ The kernel drops the lock when its holder dies, so a stale file never blocks a s
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
 from tenants.disk import disk_trouble
+
+_log = logging.getLogger("terazi.lock")
 
 # What a header carries as it is, and nobody guesses.
 _TOKEN = re.compile(r"[!-~]{16,512}", re.ASCII)
@@ -110,7 +114,10 @@ def admin_token(data_dir: Path) -> str:
     """
     path = data_dir / "admin.token"
     if path.exists() and (token := read_admin_token(data_dir, may_be_empty=True)):
-        path.chmod(0o600)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            path.chmod(0o600)
+            _log.warning("others could read %s (mode %04o); remove it and start again for a new token", path, mode)
         return token
     token = "trza-" + secrets.token_urlsafe(32)
     _write_private(path, token + "\n")

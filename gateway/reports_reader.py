@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from tenants import reports, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_path
 from tenants.disk import disk_trouble
-from tenants.errors import Invalid, NotFound, TenantError
+from tenants.errors import Invalid, NotFound, StoreUnavailable, TenantError
 from tenants.periods import DEFAULT_TIME_ZONE, Period, parse_period
+from tenants.store_url import without_secrets
+
+_MISSING = re.compile(r"no such (table|column)|does not exist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ async def open_reports(
         # Opening a missing SQLite file would make an empty one.
         if path is not None and not path.exists():
             raise CommandError(
-                f"there is no database in {data_dir}: no server has run there", EXIT_NOT_FOUND, "not_found"
+                f"there is no database in {path.absolute().parent}: no server has run there",
+                EXIT_NOT_FOUND,
+                "not_found",
             )
         period = parse_period(from_text, to_text, wall_clock_us(), zone)
         database = Database.read_only(url)
@@ -72,13 +78,18 @@ async def open_reports(
         raise CommandError(error.message, EXIT_USAGE, error.code) from None
     except NotFound as error:
         raise CommandError(error.message, EXIT_NOT_FOUND, error.code) from None
+    except StoreUnavailable:
+        raise
     except TenantError as error:
         raise CommandError(error.message, EXIT_ERROR, error.code) from None
     except SQLAlchemyError as error:
         why = disk_trouble(error, path)
         if why is not None:
             raise CommandError(why, EXIT_ERROR) from None
-        reason = str(getattr(error, "orig", error)).splitlines()[0]
-        raise CommandError(f"the database cannot be read: {reason}; try terazi db upgrade", EXIT_ERROR) from None
+        reason = (str(getattr(error, "orig", None) or error).splitlines() or [type(error).__name__])[0]
+        reason = without_secrets(reason, url)
+        # An upgrade makes tables and columns; it gives nobody a permission and mends no file.
+        advice = "; try terazi db upgrade" if _MISSING.search(reason) else ""
+        raise CommandError(f"the database cannot be read: {reason}{advice}", EXIT_ERROR) from None
     finally:
         await database.dispose()

@@ -33,13 +33,13 @@ from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, mak
 from gateway.metrics import GatewayMetrics, not_ready_reasons
 from gateway.refusals import RefusalLog, wire_refusals
 from gateway.render import EXIT_UNREACHABLE, CommandError, json_text
-from gateway.settings import Settings
+from gateway.settings import Settings, as_rows
 from gateway.state import GatewayState, HttpSettings, engine_document
 from gateway.store import open_store
 from gateway.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
 from tenants.disk import disk_trouble
-from tenants.errors import StoreInUse, TenantError
+from tenants.errors import StoreInUse, StoreUnreachable, TenantError
 from tenants.snapshot import Snapshot
 
 _log = logging.getLogger("terazi.serve")
@@ -71,6 +71,8 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
             raise CommandError(str(error), code="start_failed") from None
         except StoreInUse as error:
             raise CommandError(error.message, EXIT_UNREACHABLE, error.code) from None
+        except StoreUnreachable:
+            raise
         except TenantError as error:
             raise CommandError(error.message, code=error.code) from None
         except OSError as error:
@@ -196,6 +198,7 @@ class _Server:
                     status=self._status,
                     metrics=self._metrics.render,
                     flush=self._store.ledger.flush,
+                    settings=as_rows(settings),
                     hello=lambda: self._client.hello if self._client.is_ready else None,
                 )
             )

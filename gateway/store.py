@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from gateway.admin import AdminState
 from gateway.settings import Settings
 from tenants.clock import wall_clock_us
-from tenants.database import Database
+from tenants.database import Database, sqlite_path
+from tenants.errors import NotFound, StoreUnavailable
 from tenants.leases import Leases
 from tenants.ledger import Ledger, LedgerSettings, recent_use
-from tenants.pepper import load_pepper
+from tenants.pepper import Pepper, load_pepper
 from tenants.snapshot import SnapshotHolder
 from tenants.store_lock import GATEWAY, StoreLock, hold_store
 
@@ -99,6 +100,33 @@ async def _upgraded_tenants(settings: Settings) -> AsyncIterator[tuple[Database,
     await Database.upgrade(settings.database_url)
     async with _tenants(settings) as found:
         yield found
+
+
+@contextlib.asynccontextmanager
+async def reading_admin_state(settings: Settings, token: str) -> AsyncIterator[AdminState]:
+    """The admin app's state for calls that only read when no server runs. Nothing is made, upgraded or locked.
+
+    Raises NotFound when no server has run there; StoreUnavailable when the database is of another version or away.
+    """
+    from tenants import migrate
+
+    revision = await migrate.current(settings.database_url)
+    if revision is None:
+        path = sqlite_path(settings.database_url)
+        where = f"no database in {path.absolute().parent}" if path else "no table of Terazi's at the store URL"
+        raise NotFound(f"there is {where}: no server has run there, and no team was made")
+    if revision != migrate.head():
+        raise StoreUnavailable(
+            f"The database has schema {revision} and this version needs {migrate.head()}: start the server, or run "
+            "terazi db upgrade."
+        )
+    database = Database.read_only(settings.database_url)
+    try:
+        # Nothing is read from the snapshot: no caller is let in by a key, and without an engine no pause follows.
+        holder = SnapshotHolder(database, Pepper.of(os.urandom(32)))
+        yield AdminState(token=token, database=database, snapshot_holder=holder)
+    finally:
+        await database.dispose()
 
 
 def upgrade_database(settings: Settings) -> str:

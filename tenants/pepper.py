@@ -3,7 +3,9 @@
 import base64
 import binascii
 import hashlib
+import logging
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ from tenants.errors import Invalid
 PEPPER_ENV = "TERAZI_PEPPER"
 PEPPER_FILE = "pepper"
 _PEPPER_BYTES = 32
+_OTHERS = 0o077  # anything for group and others
+_WRITABLE = 0o027  # write for the group, anything for others
+_log = logging.getLogger("terazi.pepper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,10 @@ class Pepper:
 def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepper:
     """The pepper from TERAZI_PEPPER (base64), else from DATA_DIR/pepper, created there with mode 0600 the first time.
 
-    Two processes may race: the file is created exclusively and complete, and the loser reads the winner's.
-    Raises Invalid when what is there is damaged: making a new one would lock every key out.
+    Two processes may race: the file is created exclusively and complete, and the loser reads the winner's. A file that
+    others can read is made private, with a warning in the log.
+    Raises Invalid when what is there is damaged (making a new one would lock every key out), when others can read it
+    and this user cannot change that, or when it belongs to neither this user, root, nor the directory's owner.
     """
     text = environ.get(PEPPER_ENV)
     if text:
@@ -45,7 +52,35 @@ def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepp
     path = data_dir / PEPPER_FILE
     if not path.exists():
         _create(path)
+    _make_private(path)
     return _decode(path.read_text(encoding="ascii", errors="replace"), str(path))
+
+
+def _make_private(path: Path) -> None:
+    about, user = path.stat(), os.geteuid()
+    if not stat.S_ISREG(about.st_mode):
+        raise Invalid(f"The pepper {path} is not a regular file.")
+    if about.st_uid not in (user, 0, path.parent.stat().st_uid):
+        raise Invalid(
+            f"The pepper {path} belongs to user {about.st_uid}, who may read and replace it. If it is the right one, "
+            f"make it this user's: chown {user} {path}"
+        )
+    # A group that root lets read its file, as with a mounted secret, is meant so.
+    too_open = _OTHERS if user in (0, about.st_uid) else _WRITABLE
+    if not about.st_mode & too_open:
+        return
+    try:
+        path.chmod(0o600)
+    except OSError as error:
+        raise Invalid(
+            f"Others can read or change the pepper {path} (mode {stat.S_IMODE(about.st_mode):04o}), and this user "
+            f"cannot make it private: {error.strerror}. Set its mode to 0600."
+        ) from None
+    _log.warning(
+        "others could read the pepper %s (mode %04o); its mode is 0600 now",
+        path,
+        stat.S_IMODE(about.st_mode),
+    )
 
 
 def _create(path: Path) -> None:

@@ -40,6 +40,7 @@ CALLS = [
     ("GET", f"{V1}/reports/usage"),
     ("GET", f"{V1}/reports/fairness"),
     ("GET", f"{V1}/status"),
+    ("GET", f"{V1}/settings"),
     ("GET", f"{V1}/audit"),
     ("GET", "/no/such/path"),
     ("GET", "/"),

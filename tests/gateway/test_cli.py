@@ -111,8 +111,8 @@ def test_exit_codes(data_dir: Path, arguments: list[str], code: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_with_json_is_one_document_too(tmp_path: Path) -> None:
-    done = run(tmp_path, "team", "show", "nobody", "--json")
+def test_an_error_with_json_is_one_document_too(data_dir: Path) -> None:
+    done = run(data_dir, "team", "show", "nobody", "--json")
     assert done.exit_code == 3
     assert json.loads(done.stdout)["error"]["code"] == "team_not_found"
     assert done.stderr.startswith("terazi: ")
@@ -141,7 +141,7 @@ def test_zero_is_none_and_unlimited_is_a_word(tmp_path: Path) -> None:
 def test_a_locked_data_directory_without_a_server_is_code_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.admin_client.LOCKED_SECONDS", 0.0)
     with DataDirLock(tmp_path):
-        assert run(tmp_path, "team", "list").exit_code == 6
+        assert run(tmp_path, "team", "create", "a").exit_code == 6
         assert run(tmp_path, "db", "upgrade").exit_code == 6
 
 
@@ -376,7 +376,7 @@ def test_a_damaged_file_of_the_data_directory_is_one_line_and_one_document(
     data_dir: Path, name: str, damage: Callable[[Path], object], code: int
 ) -> None:
     damage(data_dir / name)
-    done = run(data_dir, "team", "list", "--json")
+    done = run(data_dir, "team", "create", "one", "--json")
     assert done.exit_code == code, done.stderr
     assert set(json.loads(done.stdout)) == {"error"}
     assert done.stderr.startswith("terazi: ") and done.stderr.count("\n") == 1
@@ -385,7 +385,7 @@ def test_a_damaged_file_of_the_data_directory_is_one_line_and_one_document(
 
 def test_an_empty_admin_token_is_made_anew(data_dir: Path) -> None:
     (data_dir / "admin.token").write_text("")
-    ok(data_dir, "team", "list")
+    ok(data_dir, "team", "create", "one")
     assert len((data_dir / "admin.token").read_text()) > 40
 
 

@@ -42,7 +42,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
 
 @pytest.mark.case("S17")
 def test_the_admin_token_is_made_once_and_is_private(tmp_path: Path) -> None:
-    os.umask(before := os.umask(0))
+    before = os.umask(0)
     try:
         token = lock.admin_token(tmp_path)
     finally:
@@ -50,6 +50,19 @@ def test_the_admin_token_is_made_once_and_is_private(tmp_path: Path) -> None:
     assert len(token) > 40
     assert stat.S_IMODE((tmp_path / "admin.token").stat().st_mode) == 0o600
     assert lock.admin_token(tmp_path) == token == lock.read_admin_token(tmp_path)
+
+
+@pytest.mark.case("S17", "U12")
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606])
+def test_an_admin_token_that_others_may_read_is_mended(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = lock.admin_token(tmp_path)
+    (tmp_path / "admin.token").chmod(mode)
+    assert lock.admin_token(tmp_path) == token
+    assert stat.S_IMODE((tmp_path / "admin.token").stat().st_mode) == 0o600
+    assert lock.admin_token(tmp_path) == token
+    assert [f"mode {mode:04o}" in line for line in caplog.messages] == [True]  # said once
 
 
 def test_server_info_counts_only_while_its_writer_holds_the_lock(tmp_path: Path) -> None:

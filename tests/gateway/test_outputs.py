@@ -108,7 +108,7 @@ def test_a_pipe_is_written_and_stays_a_pipe(data_dir: Path, tmp_path: Path, repo
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):
         got: list[bytes] = []
-        reader = threading.Thread(target=lambda got=got: got.append(pipe.read_bytes()))
+        reader = threading.Thread(target=lambda got=got: got.append(pipe.read_bytes()), daemon=True)
         reader.start()
         done = run(data_dir, *REPORT, "--out", str(tmp_path / name))
         reader.join(30)
@@ -282,12 +282,14 @@ def test_a_demo_says_at_once_that_it_cannot_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("H25")
-def test_a_reader_that_has_left_is_no_error(data_dir: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_left_is_no_error(data_dir: Path, unbuffered: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-P", "-m", "gateway.cli", *REPORT, "--data-dir", str(data_dir), "--out", "-"]
     with contextlib.closing(os.fdopen(writing, "wb")) as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60)
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -18,6 +18,7 @@ from gateway.render import (
     EXIT_USAGE,
     CommandError,
     error_document,
+    output_failure,
     print_json,
     print_record,
     print_table,
@@ -333,7 +334,8 @@ def main() -> None:
 
 
 def _unwritable(error: OSError) -> int:
-    print(f"terazi: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+    text = f"{error.filename}: {error.strerror or error}" if error.filename else output_failure(error)
+    print(f"terazi: {text}", file=sys.stderr)
     return EXIT_ERROR
 
 

@@ -4,12 +4,15 @@
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from gateway import standard_files
 
 EXIT_ERROR, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_CONFLICT, EXIT_DENIED, EXIT_UNREACHABLE = 1, 2, 3, 4, 5, 6
 
@@ -52,7 +55,7 @@ def _reporting(as_json: bool) -> Iterator[None]:
 
     try:
         yield
-        sys.stdout.flush()
+        flush_standard_output()
         return
     except CommandError as error:
         failure = error
@@ -72,27 +75,39 @@ def _reporting(as_json: bool) -> Iterator[None]:
         failure = CommandError(error.message, EXIT_ERROR, error.code)
     except BrokenPipeError:
         # `terazi ... | head`: the reader has enough.
-        drop_standard_output()
+        standard_files.give_up(sys.stdout)
         raise SystemExit(0) from None
     except OSError as error:
         # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
         text = disk_trouble(error) or (f"{error.filename}: {error.strerror}" if error.filename else str(error))
         failure = CommandError(text, EXIT_ERROR, "data_dir_unusable")
+        try:
+            flush_standard_output()  # or it was this that failed
+        except CommandError as of_output:
+            failure = of_output
     if as_json:
-        print_json(error_document(failure.code, str(failure)))
+        with contextlib.suppress(OSError):  # standard output may be what failed
+            print_json(error_document(failure.code, str(failure)))
     print(f"terazi: {failure}", file=sys.stderr)
     raise SystemExit(failure.exit_code)
 
 
-def drop_standard_output() -> None:
-    """Nobody reads it any more, or it cannot be written: what is left of it goes nowhere.
+def flush_standard_output() -> None:
+    """Write now what was printed. Raises BrokenPipeError when nobody reads it, CommandError when that is impossible."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        standard_files.give_up(sys.stdout)
+        raise output_failure(error) from None
 
-    Else Python tries again as it ends, prints a warning about it and turns the exit code into 120.
-    """
-    with contextlib.suppress(OSError, ValueError):  # not a real file
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+
+def output_failure(error: OSError) -> CommandError:
+    """What to say of standard output that cannot be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = "the disk is full: standard output" if is_full else f"standard output cannot be written: {error.strerror}"
+    return CommandError(text, code="out_unwritable")
 
 
 def error_document(code: str, message: str) -> dict[str, Any]:

@@ -52,11 +52,6 @@ def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepp
     path = data_dir / PEPPER_FILE
     if not path.exists():
         _create(path)
-    _make_private(path)
-    return _decode(path.read_text(encoding="ascii", errors="replace"), str(path))
-
-
-def _make_private(path: Path) -> None:
     about, user = path.stat(), os.geteuid()
     if not stat.S_ISREG(about.st_mode):
         raise Invalid(f"The pepper {path} is not a regular file.")
@@ -65,6 +60,12 @@ def _make_private(path: Path) -> None:
             f"The pepper {path} belongs to user {about.st_uid}, who may read and replace it. If it is the right one, "
             f"make it this user's: chown {user} {path}"
         )
+    pepper = _decode(path.read_text(encoding="ascii", errors="replace"), str(path))
+    _make_private(path, about, user)
+    return pepper
+
+
+def _make_private(path: Path, about: os.stat_result, user: int) -> None:
     # A group that root lets read its file, as with a mounted secret, is meant so.
     too_open = _OTHERS if user in (0, about.st_uid) else _WRITABLE
     if not about.st_mode & too_open:

@@ -293,6 +293,16 @@ def test_a_reader_that_has_left_is_no_error(data_dir: Path, unbuffered: str) -> 
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.case("T04")
+@pytest.mark.parametrize("arguments", [["team", "list"], ["team", "list", "--json"], ["version"]])
+def test_a_full_disk_behind_standard_output_is_one_line(data_dir: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-P", "-m", "gateway.cli", *arguments, "--data-dir", str(data_dir)]
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (1, b"terazi: the disk is full: standard output\n")
+
+
 def test_an_empty_name_is_refused(data_dir: Path) -> None:
     done = run(data_dir, *REPORT, "--out", "")
     assert done.exit_code == 2 and "it is empty" in done.stderr

@@ -122,7 +122,7 @@ class StepLog:
         both in microseconds. Raises StepLogError."""
         if bytes_max < 1:
             raise StepLogError(f"step_log_max_bytes must be at least 1, got {bytes_max}")
-        self._path = path
+        self._path = Path(os.path.realpath(path))  # a link stays: its target is moved aside, beside itself
         self._bytes_max = bytes_max
         self._tell = tell
         self._encoder = msgspec.json.Encoder()

@@ -173,6 +173,18 @@ def test_a_full_file_is_moved_aside_once_and_both_stay_within_their_bound(tmp_pa
     assert max(path.stat().st_size, (tmp_path / "steps.1").stat().st_size) <= 2000
 
 
+@pytest.mark.case("H25")
+def test_a_link_to_the_file_stays_when_it_is_full(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "steps").symlink_to("disk/steps")
+    log = open_log(tmp_path / "steps", 4096)
+    write_steps(log, 200)
+    log.close()
+    assert (tmp_path / "steps").readlink() == Path("disk/steps")
+    assert sorted(os.listdir(tmp_path / "disk")) == ["steps", "steps.1"]
+    assert sorted(os.listdir(tmp_path)) == ["disk", "steps"]
+
+
 def test_a_line_longer_than_the_bound_is_not_cut(tmp_path: Path) -> None:
     log = open_log(tmp_path / "steps", bytes_max=300)
     for index in range(3):

@@ -86,7 +86,7 @@ def _reporting(as_json: bool) -> Iterator[None]:
         except CommandError as of_output:
             failure = of_output
     if as_json:
-        with contextlib.suppress(OSError):  # standard output may be what failed
+        with contextlib.suppress(OSError, CommandError):  # standard output may be what failed
             print_json(error_document(failure.code, str(failure)))
     print(f"terazi: {failure}", file=sys.stderr)
     raise SystemExit(failure.exit_code)
@@ -116,8 +116,14 @@ def error_document(code: str, message: str) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    """One document, and nothing else on stdout."""
-    print(json_text(value))
+    """One document, and nothing else on stdout. Raises BrokenPipeError, or CommandError when it cannot be written."""
+    try:
+        print(json_text(value))
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a document that is larger than the buffer is written at once
+        standard_files.give_up(sys.stdout)
+        raise output_failure(error) from None
 
 
 def json_text(value: Any) -> str:

@@ -59,7 +59,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.case("T05")
-@pytest.mark.parametrize("command", ["team list", "db upgrade", "serve"])
+@pytest.mark.parametrize("command", ["team create search", "db upgrade", "serve"])
 def test_when_the_disk_is_full_a_command_says_where(tmp_path: Path, full: None, command: str) -> None:
     done = CliRunner().invoke(app, [*command.split(), "--data-dir", str(tmp_path / "data")])
     assert done.exit_code == 1

@@ -32,16 +32,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
 from engine.config import MODES, EngineConfig
-from engine.core import EngineCore
-from engine.listener import EngineIdentity
-from engine.messages import ConfigureTeams, Finished, SamplingParams, StepDone, Submit, TeamEntry
+from engine.memory.swap_cost import measured_break_even_bandwidth
 from engine.parts import EngineParts
 from engine.plan import StepPlan, StepResult
+from engine.process.listener import EngineIdentity
 from engine.sim.workload import TraceRequest, read_trace
-from engine.swap_cost import measured_break_even_bandwidth
-from gateway.policy_run import OTHER_TIER, TEAM_TIERS
-from gateway.render import print_table
-from gateway.replay import describe
+from engine.step.core import EngineCore
+from engine.wire.messages import ConfigureTeams, Finished, SamplingParams, StepDone, Submit, TeamEntry
+from gateway.command import print_table
+from gateway.demo.policy_run import OTHER_TIER, TEAM_TIERS
+from gateway.demo.replay import describe
 from policies.tiers import DEFAULT_TIERS
 
 UNCONSTRAINED = "unconstrained"
@@ -152,7 +152,7 @@ def _terms(team: str, team_id: int) -> TeamEntry:
 def play(name: str, config: EngineConfig, trace: list[TraceRequest], seed: int, sampling: str) -> dict[str, Any]:
     """One run in this process, as a JSON-able document."""
     # The service's own wiring, so that what is measured is what is served.
-    from engine.assembly import assemble, build_parts
+    from engine.process.assembly import assemble, build_parts
 
     parts = build_parts(config)
     runner = CountingRunner(parts.runner)
@@ -258,9 +258,9 @@ def ablate(arguments: argparse.Namespace, policy: str, trace: list[TraceRequest]
 def _block_bytes(config: EngineConfig) -> int:
     import torch
 
-    from engine.kv_cache import block_bytes
-    from engine.model_store import prepare
-    from engine.service_torch import choose_device, choose_dtype
+    from engine.device.kv_cache import block_bytes
+    from engine.device.parts import choose_device, choose_dtype
+    from engine.models.store import prepare
 
     dtype = choose_dtype(config.dtype, choose_device(config.device))
     assert isinstance(dtype, torch.dtype)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 
-from engine.attention import Span
-from engine.kv_cache import KVCache
-from engine.model import Batch, Model
-from engine.model_store import prepare
+from engine.device.attention import Span
+from engine.device.kv_cache import KVCache
+from engine.device.model import Batch, Model
+from engine.models.store import prepare
 
 PROMPTS = (
     "What is the capital of France?",

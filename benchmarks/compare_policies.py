@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from engine.model_store import prepare
+from engine.models.store import prepare
 from engine.sim.workload import TraceRequest, read_trace
-from gateway.demo import POLICIES, QUESTION
-from gateway.policy_run import RunOptions, run_policy
-from gateway.render import CommandError, print_table
-from gateway.replay import Target, replay, summarise
+from gateway.command import CommandError, print_table
+from gateway.demo.policy_run import RunOptions, run_policy
+from gateway.demo.replay import Target, replay, summarise
+from gateway.demo.run import POLICIES, QUESTION
 
 SHOWN = ("team", "requests", "failed", "ttft_mean", "ttft_p95", "ttft_p99", "jct_mean", "jct_p95", "slowdown_mean")
 COUNTED = ("share", "entitled", "preemptions", "swaps", "recomputes", "promotions")

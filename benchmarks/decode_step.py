@@ -22,11 +22,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from engine.config import EngineConfig
-from engine.messages import SamplingParams
-from engine.native.library import SWITCH
+from engine.device.native.library import SWITCH
+from engine.device.parts import build
+from engine.device.profiling import device_name
 from engine.plan import Row, StepPlan
-from engine.profiling import device_name
-from engine.service_torch import build
+from engine.wire.messages import SamplingParams
 
 BATCH_SIZES = (1, 8, 16, 32, 64)
 PROMPTS = (16, 64, 256, 1024)

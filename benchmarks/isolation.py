@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.model_store import prepare
-from engine.sim.service import fixed_profile
+from engine.models.store import prepare
+from engine.sim.parts import fixed_profile
 from engine.sim.simulate import simulate
 from engine.sim.workload import TraceRequest
-from gateway.policy_run import RunOptions, run_policy
-from gateway.render import print_table
-from gateway.settings import parse_text, setting
+from gateway.command import print_table
+from gateway.demo.policy_run import RunOptions, run_policy
+from gateway.settings.values import parse_text, setting
 
 LIGHT, FLOOD = "light", "flood"
 PROMPT = (32, 512)  # tokens, log-uniform

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make gateway/data/demo_trace.jsonl: 60 seconds of three teams on one small GPU (or two CPU cores).
+"""Make gateway/demo/trace.jsonl: 60 seconds of three teams on one small GPU (or two CPU cores).
 
     make_demo_trace.py AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv OUT.jsonl
 

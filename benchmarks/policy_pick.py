@@ -13,11 +13,11 @@ import random
 import time
 from dataclasses import replace
 
+from policies.catalog import make_policy
 from policies.config import PolicyConfig, from_profile
 from policies.cost import StepProfile, split_step
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 
 PROFILE = StepProfile(24_000.0, 700.0, 0.02, 900.0, 1.0)
 CHUNK = 256

@@ -14,7 +14,7 @@ import time
 CODE = """
 import json, sys, time
 from engine.config import EngineConfig
-from engine.service_torch import build
+from engine.device.parts import build
 parts = build(EngineConfig(model=sys.argv[1]))
 print(json.dumps({"cpu_seconds": time.process_time(), "dtype": parts.model_info.dtype,
                   "threads": parts.model_info.num_threads}))

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.sim.workload import read_trace
-from gateway.render import print_table
-from gateway.replay import Target, replay, summarise
+from gateway.command import print_table
+from gateway.demo.replay import Target, replay, summarise
 
 
 def rows_of(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tenants import migrate, reports, samples
+from tenants import migrate, reports
 from tenants.database import Database, sqlite_url
-from tenants.periods import Period
+from tenants.reports import samples
+from tenants.reports.periods import Period
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, LedgerRow, ServiceSampleRow, StepSampleRow
 

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from benchmarks.policy_pick import complete_one_each, with_coasting
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.messages import SamplingParams
 from engine.request import Request
-from engine.scheduler import Scheduler
 from engine.sim.runner import SimRunner
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import SamplingParams
 from policies.cost import StepProfile
 from policies.sequences import TeamTerms
 
@@ -67,8 +67,8 @@ def measure(
     seed: int,
 ) -> Timing:
     """Time `steps` steps of a loaded scheduler, with every team coasting or none."""
-    from engine.assembly import policy_config
-    from policies.service import make_policy
+    from engine.process.assembly import policy_config
+    from policies.catalog import make_policy
 
     rng = random.Random(seed)
     mode = "none" if short_of == "blocks" else "proactive"

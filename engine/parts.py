@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.clock import Clock
-from engine.core import Runner
-from engine.messages import ModelInfo
+from engine.step.core import Runner
+from engine.wire.messages import ModelInfo
 from policies.cost import StepProfile
 
 

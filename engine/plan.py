@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import SamplingParams
+from engine.wire.messages import SamplingParams
 
 
 class Row(msgspec.Struct, frozen=True):  # a dataclass takes three times as long to make, 64 times a step

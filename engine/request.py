@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.blocks import BlockTable
-from engine.messages import FinishReason, SamplingParams
+from engine.wire.messages import FinishReason, SamplingParams
 
 
 class Status(StrEnum):
@@ -85,7 +85,7 @@ class Sequence:
     num_closed_before: int = 0  # the count of closed steps when it came
     finish_reason: FinishReason | None = None
     error: str = ""  # why, for the reason "error"
-    num_claim: int = 0  # blocks it must be able to have to start (engine.entry)
+    num_claim: int = 0  # blocks it must be able to have to start (engine.memory.starts)
     num_claimed: int = 0  # blocks it counts for while it is started
     num_promised: int = 0  # blocks of its half-computed prompt that it does not have yet, while it is on the device
     num_wanted: int = 0  # device blocks it wanted when it was last refused

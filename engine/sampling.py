@@ -7,7 +7,7 @@ of a temperature that float32 cannot divide by. Token ids, of prompts and of end
 import math
 from collections.abc import Sequence
 
-from engine.messages import SamplingParams
+from engine.wire.messages import SamplingParams
 
 # A power of two between these and its reciprocal are both normal numbers of float32, so that a division neither
 # overflows nor depends on whether a device flushes subnormal numbers to zero or multiplies by the reciprocal.

@@ -21,7 +21,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from gateway.render import CommandError
+from gateway.command import CommandError
 
 STANDARD_OUTPUT = "-"
 _LINKS_MAX = 40  # as Linux: more are a loop

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.admission import key_from
 from gateway.errors import GatewayError, Unauthenticated
-from gateway.http_protocol import OnRefusal
+from gateway.listen.protocol import OnRefusal
 from gateway.logs import one_line
+from gateway.openai.admission import key_from
 from tenants import key_format
 from tenants.snapshot import Identity, Snapshot
 
@@ -171,7 +171,7 @@ class LogRefusals:
 
 
 def wire_refusals(refusals: RefusalLog, listener: str, counts: Counter[str] | None = None) -> OnRefusal:
-    """What `gateway.http_protocol` calls when it refuses something that never became a call of the app."""
+    """What `gateway.listen.protocol` calls when it refuses something that never became a call of the app."""
 
     def note(error: GatewayError, request_id: str, peer: str) -> None:
         if counts is not None:

@@ -19,24 +19,33 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from engine.messages import Hello, ServiceSamples
-from gateway import booking, lock, logs, process_memory, standard_files
-from gateway.admin import AdminState, admin_app
-from gateway.app import public_app
-from gateway.engine_client import EngineClient
-from gateway.engine_lives import EngineLives
-from gateway.engine_process import EngineStartError, engine_config, named_by_source, socket_path_for
-from gateway.engine_supervisor import EngineFollower, EngineSupervisor
+from engine.wire.messages import Hello, ServiceSamples
+from gateway import lock, logs, process_memory, standard_files
+from gateway.admin.app import AdminState, admin_app
+from gateway.command import EXIT_UNREACHABLE, CommandError, json_text
 from gateway.errors import EngineDied
-from gateway.http_protocol import HEAD_SECONDS, OnRefusal
-from gateway.listeners import RESERVED_FILES, HttpServer, ListenError, bind, make_server, raise_file_limit, url_of
-from gateway.metrics import GatewayMetrics, not_ready_reasons
+from gateway.link.client import EngineClient
+from gateway.link.lives import EngineLives
+from gateway.link.process import EngineStartError, engine_config, named_by_source, socket_path_for
+from gateway.link.supervisor import EngineFollower, EngineSupervisor
+from gateway.listen.listeners import (
+    RESERVED_FILES,
+    HttpServer,
+    ListenError,
+    bind,
+    make_server,
+    raise_file_limit,
+    url_of,
+)
+from gateway.listen.protocol import HEAD_SECONDS, OnRefusal
+from gateway.metrics.families import GatewayMetrics, not_ready_reasons
+from gateway.openai import booking
+from gateway.openai.app import public_app
+from gateway.openai.state import GatewayState, HttpSettings, engine_document
 from gateway.refusals import RefusalLog, wire_refusals
-from gateway.render import EXIT_UNREACHABLE, CommandError, json_text
-from gateway.settings import Settings, as_rows
-from gateway.state import GatewayState, HttpSettings, engine_document
+from gateway.settings.values import Settings, as_rows
 from gateway.store import open_store
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 from tenants.clock import wall_clock_us
 from tenants.disk import disk_trouble
 from tenants.errors import StoreInUse, StoreUnreachable, TenantError
@@ -320,8 +329,8 @@ class _Server:
         """Team `demo`, made once, and a fresh key."""
         import httpx
 
-        from gateway.admin_client import AdminClient
-        from gateway.render import EXIT_CONFLICT
+        from gateway.admin.client import AdminClient
+        from gateway.command import EXIT_CONFLICT
 
         headers = {"authorization": f"Bearer {self._token}"}
         transport = httpx.ASGITransport(self._admin_app)

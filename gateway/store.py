@@ -7,8 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gateway.admin import AdminState
-from gateway.settings import Settings
+from gateway.admin.app import AdminState
+from gateway.settings.values import Settings
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_path
 from tenants.errors import NotFound, StoreUnavailable

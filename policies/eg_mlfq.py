@@ -1,7 +1,7 @@
 """EG-MLFQ: MLFQ order among *eligible* teams, so that neither many short requests nor long ones buy a larger share.
 
 Each team offers its best candidate by (rank, place). Among teams whose lag D is within the limit, the least
-(rank, D, place) is tried next; rank is the level, but for lane P and minimum runs (`policies.mlfq`):
+(rank, D, place) is tried next; rank is the level, but for lane P and minimum runs (`policies.levels`):
 
     limit = max(least D of the able teams as the step began + Theta, least D of the teams with candidates left)
 
@@ -26,10 +26,10 @@ is refused is passed over in this step only, and the next of the same team is tr
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
+from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
-from policies.metered import MeteredPolicy
-from policies.mlfq import RankedSequence, may_fit, was_taken
-from policies.shares import TeamShare
+from policies.lag import TeamShare
+from policies.levels import RankedSequence, may_fit, was_taken
 
 
 class EgMlfq(MeteredPolicy):

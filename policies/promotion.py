@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.config import PolicyConfig
-from policies.mlfq import RankedSequence
+from policies.lag import TeamShare, lag_bound
+from policies.levels import RankedSequence
 from policies.sequences import TeamTerms
-from policies.shares import TeamShare, lag_bound
 
 _WHOLE = 100  # promotion_percent is in percent
 _SLACK = 64  # entries of ended sequences that may stay in the heap beside the live ones

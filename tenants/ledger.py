@@ -32,7 +32,7 @@ from tenants.database import STORE_ERRORS, Database, insert_or_ignore
 from tenants.disk import is_full
 from tenants.errors import StoreUnavailable
 from tenants.journal import Journal, Replay
-from tenants.ledger_queries import IS_REQUEST
+from tenants.reports.queries import IS_REQUEST
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, StepSampleRow
 from tenants.rows import LedgerRow as LedgerRow

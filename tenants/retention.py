@@ -3,10 +3,10 @@
 Nothing grows without a limit, and no report needs to read more than a few hours by the second. The ledger is no part
 of this: its rows are kept for ever.
 
-*Sums.* When an hour of UTC is over, its seconds are summed into the hour tables (`tenants.samples` says how they are
-read). A wall clock that steps back sends samples into an hour that is summed already: then the sums from that hour on
-do not count any more, reports read its seconds, and it is summed again when it is over once more. Samples of an hour
-whose seconds are gone are not taken (`seconds_from_us`).
+*Sums.* When an hour of UTC is over, its seconds are summed into the hour tables (`tenants.reports.samples` says how
+they are read). A wall clock that steps back sends samples into an hour that is summed already: then the sums from that
+hour on do not count any more, reports read its seconds, and it is summed again when it is over once more. Samples of
+an hour whose seconds are gone are not taken (`seconds_from_us`).
 
 *What becomes coarser.* While its seconds are kept, an hour's row is exactly their sum, least or greatest. When they are
 gone, periods that cut an hour get it whole if it starts in them, plots have one moment for it, and how many sequences
@@ -34,7 +34,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tenants import tables
 from tenants.clock import iso
 from tenants.database import Database
-from tenants.samples import HOUR_US, SERVICE_COLUMNS, Reach, Span, floor_hour, seconds_by_team, summed
+from tenants.reports.samples import HOUR_US, SERVICE_COLUMNS, Reach, Span, floor_hour, seconds_by_team, summed
 
 _log = logging.getLogger("terazi.retention")
 

@@ -75,13 +75,13 @@ def test_nobody_imports_the_gateway_and_the_engine_knows_no_asyncio() -> None:
 @pytest.mark.parametrize(
     ("module", "without"),
     [
-        ("gateway.cli", ("torch", "numpy", "sqlalchemy", "httpx", "uvicorn", "starlette")),
+        ("gateway.cli.main", ("torch", "numpy", "sqlalchemy", "httpx", "uvicorn", "starlette")),
         ("gateway.serve", ("torch", "numpy", "gguf", "transformers")),
-        ("gateway.demo", ("torch", "numpy")),
-        ("gateway.prepare_worker", ("torch", "numpy", "sqlalchemy", "starlette", "uvicorn", "gateway.state")),
-        ("engine.service", ("torch", "asyncio", "sqlalchemy", "starlette")),
-        ("engine.model_store", ("torch",)),
-        ("policies.service", ("torch", "asyncio", "sqlalchemy", "msgspec")),
+        ("gateway.demo.run", ("torch", "numpy")),
+        ("gateway.prepare.worker", ("torch", "numpy", "sqlalchemy", "starlette", "uvicorn", "gateway.openai.state")),
+        ("engine.process.loop", ("torch", "asyncio", "sqlalchemy", "starlette")),
+        ("engine.models.store", ("torch",)),
+        ("policies.catalog", ("torch", "asyncio", "sqlalchemy", "msgspec")),
         ("tenants.ledger", ("torch", "starlette", "uvicorn", "alembic")),
     ],
 )

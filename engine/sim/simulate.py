@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from engine.assembly import policy_config
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
-from engine.messages import ConfigureTeams, ModelInfo, Refused, SamplingParams, Submit, TeamEntry
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
+from engine.process.assembly import policy_config
 from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
 from engine.sim.workload import TraceRequest
+from engine.step.core import EngineCore, Runner
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import ConfigureTeams, ModelInfo, Refused, SamplingParams, Submit, TeamEntry
+from policies.catalog import make_policy
 from policies.cost import StepProfile
-from policies.service import make_policy
 from policies.tiers import DEFAULT_TIERS, Tier
 
 DEFAULT_TIER = "silver"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.demo import load_trace
+from gateway.demo.run import load_trace
 from tests.e2e.server import Server
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.model_store import SMOLLM2, cache_root
+from engine.models.store import SMOLLM2, cache_root
 from tests.e2e.flood import parts_body
 from tests.e2e.server import Server, is_running, wait_until
 
@@ -51,7 +51,7 @@ def gateway_mb(server: Server) -> float:
     """The gateway with its worker, without the engine."""
     assert server.process is not None
     pid = server.process.pid
-    return sum(resident_mb(each) for each in (pid, *children(pid, "prepare_worker")))
+    return sum(resident_mb(each) for each in (pid, *children(pid, "gateway.prepare.worker")))
 
 
 def send_large(server: Server, key: str) -> httpx.Response:
@@ -71,7 +71,7 @@ def test_when_the_gateway_ends_then_its_worker_ends(make_server: MakeServer) -> 
     refused = send_large(server, key)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert refused.headers["x-ratelimit-remaining-requests"] == "8"
-    (worker,) = children(server.process.pid, "prepare_worker")
+    (worker,) = children(server.process.pid, "gateway.prepare.worker")
     clients = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(6)]
     for client in clients:
         client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -84,7 +84,7 @@ def test_when_the_gateway_ends_then_its_worker_ends(make_server: MakeServer) -> 
     server.start()
     send_large(server, key)
     assert server.process is not None
-    (worker,) = children(server.process.pid, "prepare_worker")
+    (worker,) = children(server.process.pid, "gateway.prepare.worker")
     assert server.stop() == 0
     assert not is_running(worker)
 

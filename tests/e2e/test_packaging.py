@@ -53,10 +53,10 @@ def test_the_wheel_has_our_packages_and_their_data_and_no_tests(wheel: Path) -> 
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"policies", "engine", "tenants", "gateway", "migrations"}
     for name in (
-        "gateway/data/demo_trace.jsonl",
-        "gateway/data/NOTICE.txt",
-        "gateway/data/report.html.jinja",
-        "engine/data/step_profile_fixed.json",
+        "gateway/demo/trace.jsonl",
+        "gateway/demo/NOTICE.txt",
+        "gateway/reports/report.html.jinja",
+        "engine/device/step_profile_fixed.json",
         "migrations/env.py",
     ):
         assert name in names, name

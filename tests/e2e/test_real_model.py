@@ -8,7 +8,7 @@ from contextlib import closing
 import openai
 import pytest
 
-from engine.model_store import cache_root
+from engine.models.store import cache_root
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.real_model

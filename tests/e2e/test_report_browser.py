@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.report_demo import render_demo
-from gateway.report_fairness import render_fairness
+from gateway.reports.comparison import render_demo
+from gateway.reports.fairness import render_fairness
 from tests.e2e.browser import CHROMIUM, Browser
 from tests.gateway.fairness_document import EMPTY_SERIES, make_report, make_series
 from tests.gateway.test_report_html import make_demo

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.tiny import write_tiny_model
+from engine.models.tiny import write_tiny_model
 from tests.e2e.clients import client_of
 from tests.e2e.server import Server, wait_until
 

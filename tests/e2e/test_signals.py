@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.server_process import ServerProcess
+from gateway.demo.server_process import ServerProcess
 from tests.e2e.clients import Stream, ledger_rows, long_body
 from tests.e2e.server import Server, wait_until
 
@@ -54,7 +54,7 @@ def test_sigquit_prints_where_each_thread_stands(running: Server) -> None:
     os.kill(running.process.pid, signal.SIGQUIT)
     wait_until(lambda: "most recent call first" in running.log, "the stacks")
     os.kill(running.status()["engine"]["pid"], signal.SIGQUIT)
-    wait_until(lambda: "engine/service.py" in running.log, "the engine's stacks, in the gateway's log")
+    wait_until(lambda: "engine/process/loop.py" in running.log, "the engine's stacks, in the gateway's log")
     assert running.readyz() == 200
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.copy_engine import check, copy_blocks
+from engine.device.copy_engine import check, copy_blocks
 from engine.plan import BlockCopy
 
 
@@ -25,7 +25,9 @@ class _Pending:
 
 
 class ChaosCopy:
-    """See `engine.copy_engine.CopyEngine`. `is_fenced` False is the fault: ids are named before the copies happen."""
+    """See `engine.device.copy_engine.CopyEngine`. `is_fenced` False is the fault: ids are named before the copies
+    happen.
+    """
 
     def __init__(
         self,

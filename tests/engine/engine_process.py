@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.framing import FrameDecoder, encode
-from engine.messages import Abort, ConfigureTeams, FromEngine, Hello, StepDone, Submit
+from engine.wire.framing import FrameDecoder, encode
+from engine.wire.messages import Abort, ConfigureTeams, FromEngine, Hello, StepDone, Submit
 from tests.engine.support import team
 
 TEAMS = ConfigureTeams(teams=(team(1), team(2)))
@@ -71,7 +71,7 @@ class Process:
         self.path = path
         self._gateways: list[Gateway] = []
         document = json.dumps({"kind": "sim", "model": "tiny-random", "kv_memory_bytes": 1 << 24, **config})
-        command = [sys.executable, "-m", "engine.service", "--socket", str(path), "--config", document]
+        command = [sys.executable, "-m", "engine", "--socket", str(path), "--config", document]
         self.process = subprocess.Popen(
             [*command, *(["--parent-stdin"] if parent_stdin else [])],
             stdin=subprocess.PIPE,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import runner as runner_module
-from engine.model import Batch
-from engine.sampler import Draw, sample
+from engine.device import runner as runner_module
+from engine.device.model import Batch
+from engine.device.sampler import Draw, sample
 
 POISON_TOKEN = 500  # in the vocabulary of the tiny model; no prompt of the tests has it
 POISON_SEED = 666_000_666

@@ -1,4 +1,4 @@
-"""The real engine process, but for rows that raise: `python -m tests.engine.poisoned_engine`, as `engine.service`.
+"""The real engine process, but for rows that raise: `python -m tests.engine.poisoned_engine`, as `engine.process.loop`.
 
 A prompt with the ids 500, 499 side by side raises in the model, the seed POISON_SEED in the sampler.
 """
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from engine import runner, service
-from engine.model import Batch, Model
-from engine.sampler import Draw, sample
+from engine.device import runner
+from engine.device.model import Batch, Model
+from engine.device.sampler import Draw, sample
+from engine.process import loop as service
 from tests.engine.poison import POISON_SEED, POISON_TOKEN
 
 POISON_PROMPT = (POISON_TOKEN, POISON_TOKEN - 1)

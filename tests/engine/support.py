@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
-from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
-from engine.promises import Promises
-from engine.scheduler import Scheduler
 from engine.sim.runner import SimRunner
+from engine.step.core import EngineCore, Runner
+from engine.step.pauses import Promises
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
 from policies.cost import StepProfile
 from policies.policy import Policy
 from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn

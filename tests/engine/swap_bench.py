@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.messages import SamplingParams
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Request, Sequence, Status
-from engine.scheduler import Scheduler, StepOutcome
+from engine.step.scheduler import Scheduler, StepOutcome
+from engine.wire.messages import SamplingParams
 from policies.sequences import TeamTerms
 from tests.engine.support import UNIT_PROFILE, ArrivalOrder
 

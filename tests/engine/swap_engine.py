@@ -7,16 +7,16 @@ import msgspec
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.messages import ConfigureTeams, Finished, ModelInfo, Submit
+from engine.device.profiling import read_profile
+from engine.device.runner import TorchRunner
 from engine.plan import StepPlan, StepResult
-from engine.profiling import read_profile
-from engine.runner import TorchRunner
-from engine.scheduler import Scheduler
 from engine.sim.runner import step_us
+from engine.step.core import EngineCore
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import ConfigureTeams, Finished, ModelInfo, Submit
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.policy import Policy
-from policies.service import make_policy
 from tests.engine.support import team
 from tests.engine.torch_schedules import Job
 

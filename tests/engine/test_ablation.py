@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.ablation import UNCONSTRAINED, Play, play, print_runs, show
 from engine.config import EngineConfig
-from engine.model_store import TINY
+from engine.models.store import TINY
 from engine.sim.workload import parse_trace
 
 LINES = [

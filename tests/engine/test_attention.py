@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.attention import AttentionBackend, Span
-from engine.attention.gather_sdpa import CALL_TOKENS, GatherSdpa, length_groups, padding_granularity
-from engine.attention.paged_native import PagedNative
-from engine.kv_cache import KVAllocationError, KVCache
-from engine.model import rotate
-from engine.model_config import ModelConfig, RopeScaling
+from engine.device.attention import AttentionBackend, Span
+from engine.device.attention.gather_sdpa import CALL_TOKENS, GatherSdpa, length_groups, padding_granularity
+from engine.device.attention.paged_native import PagedNative
+from engine.device.kv_cache import KVAllocationError, KVCache
+from engine.device.model import rotate
+from engine.models.config import ModelConfig, RopeScaling
 from tests.engine.torch_schedules import BLOCK_SIZE, native_kernels
 
 CPU = torch.device("cpu")

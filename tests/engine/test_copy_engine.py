@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.copy_engine import CopyEngine, SyncCopy, runs
-from engine.kv_canary import KVCanary
+from engine.device.copy_engine import CopyEngine, SyncCopy, runs
+from engine.device.kv_canary import KVCanary
 from engine.plan import BlockCopy
 from tests.engine.chaos_copy import ChaosCopy
 

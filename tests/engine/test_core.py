@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import ConfigureTeams, Refused, StepDone, Submit
 from engine.plan import StepPlan, StepResult
 from engine.sim.runner import SimRunner
+from engine.wire.messages import ConfigureTeams, Refused, StepDone, Submit
 from tests.engine.support import UNIT_PROFILE, Engine, submit, team
 
 

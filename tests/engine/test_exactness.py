@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.messages import SamplingParams
-from engine.model_store import SMOLLM2, prepare
+from engine.models.store import SMOLLM2, prepare
+from engine.models.tiny import VOCAB_SIZE, write_tiny_model
 from engine.plan import StepPlan
-from engine.tiny import VOCAB_SIZE, write_tiny_model
+from engine.wire.messages import SamplingParams
 from tests.engine.torch_schedules import (
     Job,
     Progress,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.blocks import BlockTable
-from engine.memory import KVMemory, LinkBudget
+from engine.memory.pools import KVMemory, LinkBudget
 
 BLOCK_SIZE = 4
 

@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from engine.messages import SamplingParams
-from engine.model_store import SMOLLM2, check_directory, prepare
+from engine.models.store import SMOLLM2, check_directory, prepare
+from engine.models.tiny import write_tiny_model
 from engine.plan import StepPlan
-from engine.tiny import write_tiny_model
+from engine.wire.messages import SamplingParams
 from tests.engine.torch_schedules import Job, Progress, RecordingRunner, make_runner, row_of
 
 LLAMA3 = {

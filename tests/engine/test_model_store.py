@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine import model_store
-from engine.gguf_convert import ConversionError, tokenizer_document, unpermute
-from engine.model_store import SMOLLM2, TINY, ModelStoreError, describe, file_sha256, prepare
-from engine.safetensors_file import bfloat16_bits
-from engine.tiny import write_tiny_model
+from engine.models import store as model_store
+from engine.models.gguf import ConversionError, tokenizer_document, unpermute
+from engine.models.safetensors_file import bfloat16_bits
+from engine.models.store import SMOLLM2, TINY, ModelStoreError, describe, file_sha256, prepare
+from engine.models.tiny import write_tiny_model
 
 TEXTS = (
     "Hello, world! 1234567890",
@@ -47,7 +47,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_describe_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from engine.model_store import describe; "
+        "import sys; from engine.models.store import describe; "
         f"print(describe('tiny-random', {str(tmp_path)!r}).vocab_size, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

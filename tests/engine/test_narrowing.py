@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from engine.messages import Refused, SamplingParams
+from engine.models.tiny import write_tiny_model
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
-from engine.tiny import write_tiny_model
+from engine.wire.messages import Refused, SamplingParams
 from tests.engine.poison import POISON_SEED, POISON_TOKEN, RAISED, Poison
 from tests.engine.support import ArrivalOrder, Engine, submit
 from tests.engine.swap_engine import SwapEngine
@@ -266,7 +266,7 @@ def test_copies_that_raise_are_given_up_and_named(
     rows = good_rows(runner, 2)
     expected = runner.execute(StepPlan(1, tuple(rows))).token_ids
     if fails == "copies":
-        monkeypatch.setattr("engine.copy_engine.copy_blocks", lambda *_: [][0])
+        monkeypatch.setattr("engine.device.copy_engine.copy_blocks", lambda *_: [][0])
     else:
         monkeypatch.setattr(runner, "canary", Canary())
     plan = StepPlan(2, tuple(rows), (BlockCopy(5, 50, ((9, 0),)),), (BlockCopy(6, 51, ((4, 11),)),))
@@ -326,7 +326,7 @@ def test_a_message_that_cannot_be_looked_at_is_refused(monkeypatch: pytest.Monke
     def failing(*_: Any) -> None:
         raise OverflowError("too large")
 
-    monkeypatch.setattr("engine.core.sampling_fault", failing)
+    monkeypatch.setattr("engine.step.core.sampling_fault", failing)
     refused = engine.core.add(submit("bad"))
     assert isinstance(refused, Refused) and refused.code == "engine_error"
     monkeypatch.undo()

@@ -13,16 +13,16 @@ import torch
 from torch.nn import functional as F
 
 from engine.config import EngineConfig
-from engine.messages import SamplingParams
-from engine.model_config import read_model_config
-from engine.model_store import TINY, cache_root
-from engine.native import build, library
-from engine.native.build import NativeError, compile_library, compiler, is_whole, library_path
-from engine.native.library import Kernels, choose, load, query_tile, self_test
-from engine.native.linear import NativeGateUp, NativeLinear, linears_pay
-from engine.service_torch import build as build_engine
-from engine.tiny import write_tiny_model
-from engine.weights import GateUp, Linear
+from engine.device.native import build, library
+from engine.device.native.build import NativeError, compile_library, compiler, is_whole, library_path
+from engine.device.native.library import Kernels, choose, load, query_tile, self_test
+from engine.device.native.linear import NativeGateUp, NativeLinear, linears_pay
+from engine.device.parts import build as build_engine
+from engine.device.weights import GateUp, Linear
+from engine.models.config import read_model_config
+from engine.models.store import TINY, cache_root
+from engine.models.tiny import write_tiny_model
+from engine.wire.messages import SamplingParams
 from tests.engine.torch_schedules import Job, Progress, make_runner, native_kernels, row_of
 
 CPU = torch.device("cpu")
@@ -162,14 +162,14 @@ def test_query_tiles_divide_the_key_tile(group: int, expected: int) -> None:
 
 def test_off_means_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(library.SWITCH, "off")
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, CPU, 64) is None
     assert [record.getMessage() for record in caplog.records] == ["native kernels are not used: TERAZI_NATIVE is off"]
     assert not (tmp_path / "native").exists()
 
 
 def test_other_devices_and_huge_heads_mean_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, torch.device("cuda"), 64) is None
         assert choose(tmp_path, CPU, 1024) is None
     assert "the device is cuda" in caplog.text
@@ -181,7 +181,7 @@ def test_no_compiler_means_torch(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, CPU, 64) is None
     assert "no C compiler (cc or gcc) is on PATH" in caplog.text
 
@@ -199,7 +199,7 @@ def test_a_compiler_that_fails_means_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, expected: str
 ) -> None:
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, CPU, 64) is None
     assert len(caplog.records) == 1
     assert expected in caplog.text
@@ -208,7 +208,7 @@ def test_a_compiler_that_fails_means_torch(
 def test_a_cache_that_cannot_be_written_means_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     native_kernels()
     (tmp_path / "native").write_text("a file where a directory should be")
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, CPU, 64) is None
     assert "the library cannot be kept" in caplog.text
 
@@ -281,7 +281,7 @@ def test_the_self_test_finds_a_wrong_library(
     source = tmp_path / "kernels.c"
     source.write_text(text.replace(right, wrong))
     monkeypatch.setattr(build, "SOURCE", source)
-    with caplog.at_level(logging.INFO, "engine.native.library"):
+    with caplog.at_level(logging.INFO, "engine.device.native.library"):
         assert choose(tmp_path, CPU, 64) is None
     assert f"computes something else than torch: {expected}" in caplog.text
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.plan import StepPlan, StepResult
-from engine.profiling import (
+from engine.device.profiling import (
     ProfileKey,
     StepShape,
     fit,
@@ -19,6 +18,7 @@ from engine.profiling import (
     read_profile,
     step_shapes,
 )
+from engine.plan import StepPlan, StepResult
 from policies.cost import StepProfile
 
 TRUE = StepProfile(25000.0, 1200.0, 0.3, 900.0, 5.0)

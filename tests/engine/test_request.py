@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from engine.blocks import BlockPool, BlockTable
-from engine.messages import SamplingParams
 from engine.request import TRANSITIONS, Request, Sequence, Status, transition_table
+from engine.wire.messages import SamplingParams
 
 SEQUENCE_PATHS_THAT_MUST_WORK = [
     (Status.RUNNING, Status.PAUSED, Status.RUNNING, Status.FINISHED),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.row_classes import (
+from engine.device.row_classes import (
     CANDIDATES,
     FIXED,
     FIXED_CLASSES,

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVCache, host_blocks_that_fit
-from engine.kv_canary import KVCanary
-from engine.messages import SamplingParams
-from engine.model_config import read_model_config
-from engine.model_store import TINY
+from engine.device.kv_cache import KVCache, host_blocks_that_fit
+from engine.device.kv_canary import KVCanary
+from engine.device.parts import EngineStartError, build, choose_dtype, cpu_has_bfloat16
+from engine.device.profiling import measure_block_copy_us
+from engine.models.config import read_model_config
+from engine.models.store import TINY
+from engine.models.tiny import write_tiny_model
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
-from engine.profiling import measure_block_copy_us
-from engine.service_torch import EngineStartError, build, choose_dtype, cpu_has_bfloat16
-from engine.tiny import write_tiny_model
+from engine.wire.messages import SamplingParams
 from tests.engine.chaos_copy import ChaosCopy
 from tests.engine.torch_schedules import Job, Progress, RecordingRunner, make_runner, row_of, run_alone
 
@@ -285,7 +285,7 @@ def test_a_host_pool_larger_than_memory_is_made_smaller_and_said_so(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its default must not keep a small machine from serving. On a CPU both pools come out of the same memory."""
-    monkeypatch.setattr("engine.kv_cache.available_bytes", lambda device: 8 * 2**20)
+    monkeypatch.setattr("engine.device.kv_cache.available_bytes", lambda device: 8 * 2**20)
     with caplog.at_level(logging.WARNING):
         parts = build(config_of(cache_dir, dtype="float32"))
     assert parts.num_host_blocks == (8 * 2**20 - parts.num_device_blocks * 12288) * 3 // 4 // 12288
@@ -301,7 +301,7 @@ def test_a_host_pool_larger_than_memory_is_made_smaller_and_said_so(
 
 @pytest.mark.case("K77")
 def test_a_host_pool_that_cannot_be_had_stops_the_start(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.kv_cache.host_blocks_that_fit", lambda wanted, *_: wanted)
+    monkeypatch.setattr("engine.device.kv_cache.host_blocks_that_fit", lambda wanted, *_: wanted)
     with pytest.raises(EngineStartError, match=r"the host KV pool of .* lower --host-kv-memory") as error:
         build(config_of(cache_dir, dtype="float32", host_kv_memory_bytes=2**60))
     assert "\n" not in str(error.value)
@@ -385,7 +385,7 @@ def test_a_blocks_copy_is_timed_without_first_visits_and_busy_neighbours(
     swapper = make_runner(tmp_path, torch.float32, num_blocks=num_blocks, num_host_blocks=num_host_blocks, native=False)
     copies = CountedCopies()
     swapper.copies = copies
-    monkeypatch.setattr("engine.profiling.time.perf_counter_ns", lambda: copies.now_ns)
+    monkeypatch.setattr("engine.device.profiling.time.perf_counter_ns", lambda: copies.now_ns)
     measured_us = measure_block_copy_us(swapper)
     assert measured_us == 20.0
     assert {block for _, block in copies.visited} <= set(range(min(num_blocks, num_host_blocks)))

@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.messages import SamplingParams
-from engine.sampler import Draw, argmax, is_greedy, nucleus_size, sample, uniform
+from engine.device.sampler import Draw, argmax, is_greedy, nucleus_size, sample, uniform
 from engine.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN, float32_temperature, sampling_fault
+from engine.wire.messages import SamplingParams
 
 
 def draw(position: int = 0, num_generated: int = 0, eos: tuple[int, ...] = (), **sampling: object) -> Draw:
@@ -163,7 +163,7 @@ def test_a_token_of_probability_0_is_never_drawn(
     monkeypatch: pytest.MonkeyPatch, drawn: float, filters: dict[str, float]
 ) -> None:
     """At both ends of the numbers that a draw can have; the last id's probability underflows to 0."""
-    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: drawn)
+    monkeypatch.setattr("engine.device.sampler.uniform", lambda seed, position: drawn)
     logits = torch.tensor([[-120.0, 1.0, 2.0, 1.5, -120.0], [-math.inf, -math.inf, 0.0, 0.0, -math.inf]])
     draws = [draw(seed=1, **filters), draw(seed=1, **filters)]
     probable = [{1, 3}, {2, 3}]
@@ -173,7 +173,7 @@ def test_a_token_of_probability_0_is_never_drawn(
 
 
 def test_a_draw_that_rounds_up_to_the_total_is_the_last_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: 1.0)
+    monkeypatch.setattr("engine.device.sampler.uniform", lambda seed, position: 1.0)
     logits = torch.tensor([[0.0, 1.0, 0.5, -200.0, -math.inf]])
     assert tokens(logits, [draw(seed=1)]) == [2]
 

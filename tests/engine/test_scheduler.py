@@ -3,11 +3,11 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.entry import REFUSALS_BEFORE_RESERVATION
-from engine.messages import SamplingParams
+from engine.memory.starts import REFUSALS_BEFORE_RESERVATION
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, Status
-from engine.scheduler import ArrivalError, Scheduler
+from engine.step.scheduler import ArrivalError, Scheduler
+from engine.wire.messages import SamplingParams
 from policies.sequences import TeamTerms
 from tests.engine.support import UNIT_PROFILE, ArrivalOrder, Engine, submit
 

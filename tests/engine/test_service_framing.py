@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.framing import FrameDecoder, FrameError, encode
-from engine.messages import Abort, ConfigureTeams, FromGateway, Submit
+from engine.wire.framing import FrameDecoder, FrameError, encode
+from engine.wire.messages import Abort, ConfigureTeams, FromGateway, Submit
 from tests.engine.support import submit, team
 
 MESSAGES = [

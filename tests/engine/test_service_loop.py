@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.clock import VirtualClock
-from engine.framing import encode
-from engine.listener import Address, ListenError
-from engine.messages import ConfigureTeams, Hello, ModelInfo, ProfileInfo
-from engine.samples import ServiceSampler
-from engine.service import EngineService
+from engine.process.listener import Address, ListenError
+from engine.process.loop import EngineService
+from engine.process.samples import ServiceSampler
+from engine.wire.framing import encode
+from engine.wire.messages import ConfigureTeams, Hello, ModelInfo, ProfileInfo
 from tests.engine.support import Engine, submit, team
 
 HELLO = Hello(

@@ -17,12 +17,8 @@ from typing import Any
 
 import pytest
 
-from engine.framing import encode
-from engine.messages import (
-    Refused,
-    ServiceSamples,
-    StepDone,
-)
+from engine.wire.framing import encode
+from engine.wire.messages import Refused, ServiceSamples, StepDone
 from tests.engine.engine_process import END_SECONDS, Process, ended
 from tests.engine.support import submit
 
@@ -113,7 +109,7 @@ def test_the_engine_ends_when_its_parent_is_killed(tmp_path: Path, cache: Path) 
     config = json.dumps({"kind": "sim", "model": "tiny-random"})
     script = (
         "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'engine.service', '--socket', {str(path)!r},"
+        f"child = subprocess.Popen([sys.executable, '-m', 'engine.process.loop', '--socket', {str(path)!r},"
         f" '--config', {config!r}, '--parent-stdin'], stdin=subprocess.PIPE)\n"
         "child.wait()\n"
     )
@@ -167,7 +163,7 @@ def test_requests_of_a_lost_gateway_are_aborted_and_the_next_one_finds_an_empty_
 def test_a_killed_gateway_process_is_noticed(engine: Process, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from engine.messages import StepDone\n"
+        "from engine.wire.messages import StepDone\n"
         "from tests.engine.engine_process import Gateway\n"
         "from tests.engine.support import submit\n"
         f"g = Gateway(Path({str(engine.path)!r})); g.hello()\n"
@@ -250,7 +246,7 @@ def test_a_gateway_stopped_by_sigstop_and_continued_gets_everything(start: Calla
     root = Path(__file__).resolve().parents[2]
     script = (
         "from pathlib import Path\n"
-        "from engine.messages import StepDone\n"
+        "from engine.wire.messages import StepDone\n"
         "from tests.engine.engine_process import Gateway, ended\n"
         "from tests.engine.support import submit\n"
         f"g = Gateway(Path({str(process.path)!r})); g.hello()\n"

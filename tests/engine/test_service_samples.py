@@ -1,8 +1,8 @@
 """Running totals in, deltas of an interval out."""
 
-from engine.messages import ConfigureTeams, TeamEntry
-from engine.promises import Promises
-from engine.samples import INTERVAL_US, LOOK_US, ServiceSampler
+from engine.process.samples import INTERVAL_US, LOOK_US, ServiceSampler
+from engine.step.pauses import Promises
+from engine.wire.messages import ConfigureTeams, TeamEntry
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.promotion import pause_bound_us

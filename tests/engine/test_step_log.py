@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from engine.blocks import BlockPool, BlockTable
-from engine.memory import KVMemory
-from engine.messages import Abort, ConfigureTeams, SamplingParams
+from engine.memory.pools import KVMemory
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Request, Sequence
-from engine.step_log import StepLog, StepLogError, StepLogStart
+from engine.step.log import StepLog, StepLogError, StepLogStart
+from engine.wire.messages import Abort, ConfigureTeams, SamplingParams
 from tests.engine.support import Engine, submit, team
 
 START = StepLogStart(engine_id="eng-1", epoch=3, num_device_blocks=24, num_host_blocks=8, block_size=16)
@@ -289,7 +289,7 @@ def test_when_the_full_file_cannot_be_moved_the_log_stops_and_the_engine_goes_on
 
 def test_an_engine_that_cannot_write_its_step_log_does_not_start(tmp_path: Path) -> None:
     config = {"kind": "sim", "model": "tiny-random", "cache_dir": str(tmp_path), "step_log": str(tmp_path)}
-    command = [sys.executable, "-m", "engine.service", "--socket", str(tmp_path / "s"), "--config", json.dumps(config)]
+    command = [sys.executable, "-m", "engine", "--socket", str(tmp_path / "s"), "--config", json.dumps(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.swap_cost import break_even_bandwidth, measured_break_even_bandwidth
+from engine.memory.swap_cost import break_even_bandwidth, measured_break_even_bandwidth
 from policies.cost import StepProfile
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.copy_engine import SyncCopy
-from engine.kv_canary import KVCanary
-from engine.messages import SamplingParams
-from engine.model_store import SMOLLM2, prepare
+from engine.device.copy_engine import SyncCopy
+from engine.device.kv_canary import KVCanary
+from engine.models.store import SMOLLM2, prepare
+from engine.models.tiny import VOCAB_SIZE, write_tiny_model
 from engine.plan import BlockCopy, StepPlan, StepResult
-from engine.tiny import VOCAB_SIZE, write_tiny_model
+from engine.wire.messages import SamplingParams
 from tests.engine.chaos_copy import ChaosCopy
 from tests.engine.random_order import RandomOrder
 from tests.engine.swap_engine import SwapEngine

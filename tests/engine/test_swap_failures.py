@@ -2,13 +2,13 @@
 
 import pytest
 
-from engine.messages import StepDone
+from engine.memory.mover import COPY_DEADLINE_US
+from engine.memory.moves import Copies, Move
 from engine.plan import BlockCopy, StepPlan
 from engine.request import Status
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
-from engine.swap_moves import Copies, Move
-from engine.swapping import COPY_DEADLINE_US
+from engine.wire.messages import StepDone
 from tests.engine.support import UNIT_PROFILE, Engine, submit
 from tests.engine.swap_bench import STEP_US, Bench, copied, dropped_pair, half_prompts, ran, swapped_pair
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.swap_moves import Away, Kind, Move, Need, Pools, Resident
-from engine.swap_planner import AIMD_UPLOADS, GAMMA_MAX, SwapPlanner
+from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
+from engine.memory.planner import AIMD_UPLOADS, GAMMA_MAX, SwapPlanner
 from policies.sequences import Turn
 
 MS = 1000

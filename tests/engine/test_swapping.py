@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from engine.entry import REFUSALS_BEFORE_RESERVATION
+from engine.memory.mover import AWAY_TRIED
+from engine.memory.moves import Copies, Move
+from engine.memory.starts import REFUSALS_BEFORE_RESERVATION
 from engine.plan import StepPlan
 from engine.request import Status
-from engine.swap_moves import Copies, Move
-from engine.swapping import AWAY_TRIED
 from policies.config import PolicyConfig
 from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq

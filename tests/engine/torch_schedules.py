@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_cache import KVCache
-from engine.messages import SamplingParams
-from engine.model import Model
-from engine.model_config import read_model_config
-from engine.model_store import cache_root
-from engine.native.build import NativeError
-from engine.native.library import Kernels, load
+from engine.device.kv_cache import KVCache
+from engine.device.model import Model
+from engine.device.native.build import NativeError
+from engine.device.native.library import Kernels, load
+from engine.device.runner import TorchRunner
+from engine.models.config import read_model_config
+from engine.models.store import cache_root
 from engine.plan import Row, StepPlan
-from engine.runner import TorchRunner
+from engine.wire.messages import SamplingParams
 
 BLOCK_SIZE = 16
 

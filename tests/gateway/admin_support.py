@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 from sqlalchemy import select
 
-from gateway.admin import AdminState, admin_app
+from gateway.admin.app import AdminState, admin_app
 from tenants import tables
 from tenants.clock import from_epoch_us
 from tests.tenants.support import NOW_US, Store

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from gateway.admin import AdminState, render_metrics
+from gateway.admin.app import AdminState, render_metrics
 from tenants.migrate import upgrade
 from tests.gateway.admin_support import TOKEN, client_of
 from tests.tenants.support import Store, opened

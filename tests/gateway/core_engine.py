@@ -7,17 +7,17 @@ import pytest
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.framing import encode
-from engine.messages import Abort, ConfigureTeams, FromGateway, Hello, StepDone, Submit
 from engine.request import Sequence
-from engine.scheduler import Scheduler
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
-from engine.step_log import StepLog, StepLogStart
+from engine.step.core import EngineCore
+from engine.step.log import StepLog, StepLogStart
+from engine.step.scheduler import Scheduler
+from engine.wire.framing import encode
+from engine.wire.messages import Abort, ConfigureTeams, FromGateway, Hello, StepDone, Submit
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.moments import Cut, moment_of, num_steps
 from tests.engine.support import submit, team
 from tests.gateway.fake_engine import EOS, FakeEngine, hello

@@ -1,4 +1,4 @@
-"""An engine that does exactly what a test tells it: speaks engine.messages over a real Unix socket."""
+"""An engine that does exactly what a test tells it: speaks engine.wire.messages over a real Unix socket."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.framing import FrameDecoder, encode
-from engine.messages import (
+from engine.wire.framing import FrameDecoder, encode
+from engine.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     ConfigureTeams,

@@ -15,14 +15,14 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from engine.messages import Hello
-from engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from gateway.app import GatewayState, HttpSettings, public_app
-from gateway.chat_template import ChatTemplate
-from gateway.engine_client import EngineClient
-from gateway.http_protocol import HttpProtocol
+from engine.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from engine.wire.messages import Hello
+from gateway.link.client import EngineClient
+from gateway.listen.protocol import HttpProtocol
+from gateway.openai.app import GatewayState, HttpSettings, public_app
 from gateway.refusals import RefusalLog
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import ModelTokenizer
 from policies.tiers import DEFAULT_TIERS, Tier
 from tenants import key_format
 from tenants.errors import StoreUnavailable

@@ -5,8 +5,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import ServiceSamples, TeamSample
-from gateway.metrics import GatewayMetrics
+from engine.wire.messages import ServiceSamples, TeamSample
+from gateway.metrics.families import GatewayMetrics
 from tests.gateway.harness import Gateway, eventually
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.metrics import GatewayMetrics
+from gateway.metrics.families import GatewayMetrics
 from tests.gateway.harness import CHAT, Gateway, chat_body, eventually, gateway
 
 pytestmark = pytest.mark.anyio

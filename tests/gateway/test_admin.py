@@ -10,11 +10,11 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from gateway import admin
-from gateway.admin import OPEN_PATHS, AdminState, admin_app
-from gateway.http_protocol import HttpProtocol
-from gateway.listeners import limited_protocol
-from gateway.state import HttpSettings
+from gateway.admin import app as admin
+from gateway.admin.app import OPEN_PATHS, AdminState, admin_app
+from gateway.listen.listeners import limited_protocol
+from gateway.listen.protocol import HttpProtocol
+from gateway.openai.state import HttpSettings
 from tenants import tables
 from tests.gateway.admin_support import TOKEN, V1, client_of, error_of, trail
 from tests.gateway.harness import WAIT, served

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from engine.messages import PolicyInfo
-from gateway import pauses
-from gateway.admin import AdminState
+from engine.wire.messages import PolicyInfo
+from gateway.admin import pauses
+from gateway.admin.app import AdminState
 from policies.config import PolicyConfig
 from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.admission import key_from, limit_error
-from gateway.app import HttpSettings
 from gateway.errors import RateLimited, Unauthenticated
+from gateway.openai.admission import key_from, limit_error
+from gateway.openai.app import HttpSettings
 from tenants.errors import LimitExceeded
 from tenants.quotas import Limits
 from tests.gateway.harness import CHAT, TEXT, chat_body, gateway

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Message
 
-from gateway.app import HttpSettings
-from gateway.body import check_media_type, read_body
 from gateway.errors import BadRequest, BodyTimeout, ClientGone, RequestTooLarge, UnsupportedMediaType
+from gateway.listen.body import check_media_type, read_body
+from gateway.openai.app import HttpSettings
 from tests.gateway.harness import CHAT, chat_body, gateway
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ async def test_a_bomb_is_stopped_at_the_first_byte_too_many(monkeypatch: pytest.
         def __getattr__(self, name: str) -> object:
             return getattr(self._inner, name)
 
-    monkeypatch.setattr("gateway.body.zlib.decompressobj", Counting)
+    monkeypatch.setattr("gateway.listen.body.zlib.decompressobj", Counting)
     with pytest.raises(RequestTooLarge):
         await read(Sender(gzip.compress(bytes(10_000_000))), content_encoding="gzip")
     assert sum(unpacked) == LIMIT + 1

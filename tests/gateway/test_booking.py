@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import msgspec
 
-from engine.messages import Finished, Interference, ServiceSamples, TeamSample
-from gateway.booking import Ending, ledger_row, sample_rows
-from gateway.engine_client import RequestStream
+from engine.wire.messages import Finished, Interference, ServiceSamples, TeamSample
+from gateway.link.client import RequestStream
+from gateway.openai.booking import Ending, ledger_row, sample_rows
 from tenants.rows import InterferenceRow, ServiceSampleRow, StepSampleRow
 from tests.tenants.support import open_entry
 

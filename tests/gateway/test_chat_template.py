@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.messages import ModelInfo
-from engine.tiny import write_tiny_model
-from gateway import chat_template
-from gateway.chat_template import ChatTemplate, ModelFileError, load_chat_template
+from engine.models.tiny import write_tiny_model
+from engine.wire.messages import ModelInfo
 from gateway.errors import BadRequest
-from gateway.tokenizer import ModelTokenizer
+from gateway.text import chat_template
+from gateway.text.chat_template import ChatTemplate, ModelFileError, load_chat_template
+from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway.harness import tiny_model_tokenizer
 
 ROOM = 2048

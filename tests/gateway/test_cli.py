@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway import reference
-from gateway.cli import app, main
+from gateway.cli import reference
+from gateway.cli.main import app, main
 from gateway.lock import DataDirLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ def test_zero_is_none_and_unlimited_is_a_word(tmp_path: Path) -> None:
 
 
 def test_a_locked_data_directory_without_a_server_is_code_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.admin_client.LOCKED_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.admin.client.LOCKED_SECONDS", 0.0)
     with DataDirLock(tmp_path):
         assert run(tmp_path, "team", "create", "a").exit_code == 6
         assert run(tmp_path, "db", "upgrade").exit_code == 6
@@ -327,12 +327,12 @@ def test_the_reference_page_is_drawn_from_the_code() -> None:
     page = (ROOT / "docs" / "reference.md").read_text("utf-8")
     for draw in reference.TABLES.values():
         assert draw() in page
-    assert reference.rewrite(page) == page, "run: python -m gateway.reference docs/reference.md"
+    assert reference.rewrite(page) == page, "run: python -m gateway.cli.reference docs/reference.md"
 
 
 def test_help_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom gateway.cli import app\n"
+        "import sys\nfrom gateway.cli.main import app\n"
         "try: app(['--help'])\nexcept SystemExit as end: assert not end.code\n"
         "print('MODULES', *sorted(sys.modules))"
     )
@@ -431,7 +431,7 @@ def test_a_command_waits_for_another_command_to_end(data_dir: Path, monkeypatch:
     async def meanwhile_it_ends(_: float) -> None:
         other.release()
 
-    monkeypatch.setattr("gateway.admin_client.asyncio.sleep", meanwhile_it_ends)
+    monkeypatch.setattr("gateway.admin.client.asyncio.sleep", meanwhile_it_ends)
     assert ok(data_dir, "team", "create", "second")["name"] == "second"
 
 
@@ -455,7 +455,7 @@ def test_tiers_are_listed_with_their_maximum_pause_or_why_there_is_none(
         full = seconds and seconds * 4096
         tier |= {"max_pause_empty_queue_seconds": seconds, "max_pause_seconds": full, "max_pause_queue": 4096}
         tier |= {"max_pause_unknown": None if seconds else "no team has this tier"}
-    monkeypatch.setattr("gateway.cli_admin._call", lambda *_, **__: known)
+    monkeypatch.setattr("gateway.cli.admin._call", lambda *_, **__: known)
     lines = run(data_dir, "tier", "list").stdout.splitlines()
     by_name = {line.split()[0]: line for line in lines if line.split()}
     cells = {name: re.split(r" {2,}", line.strip()) for name, line in by_name.items()}
@@ -464,6 +464,6 @@ def test_tiers_are_listed_with_their_maximum_pause_or_why_there_is_none(
     assert cells["silver"][-2:] == ["12.2 s", "13.9 h (4,096 requests)"]
     assert "no maximum pause for bronze: no team has this tier" in lines
     assert "quota set TEAM --concurrent N" in lines[-1]
-    monkeypatch.setattr("gateway.cli_admin._call", lambda *_, **__: known["data"][0])
+    monkeypatch.setattr("gateway.cli.admin._call", lambda *_, **__: known["data"][0])
     shown = run(data_dir, "tier", "show", "gold").stdout
     assert "max_pause_with_an_empty_queue  1.50 s" in shown and "no_max_pause                   -" in shown

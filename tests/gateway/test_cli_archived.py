@@ -13,12 +13,12 @@ import pytest
 from sqlalchemy import delete, insert
 from typer.testing import CliRunner, Result
 
-from gateway.cli import app
-from gateway.report_fairness import render_fairness
+from gateway.cli.main import app
+from gateway.reports.fairness import render_fairness
 from tenants import tables
 from tenants.clock import from_epoch_us
 from tenants.database import Database, sqlite_url
-from tenants.periods import parse_moment
+from tenants.reports.periods import parse_moment
 from tenants.rows import ServiceSampleRow
 from tests.tenants.support import closed_row, open_entry
 

@@ -14,13 +14,13 @@ import pytest
 from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
-from gateway import report_text
-from gateway.cli import app
-from gateway.render import cell as shown_cell
-from gateway.report_csv import write_csv
+from gateway.cli import report_text
+from gateway.cli.main import app
+from gateway.command import cell as shown_cell
+from gateway.reports.csv_export import write_csv
 from tenants import tables
 from tenants.database import Database, sqlite_url
-from tenants.periods import parse_moment
+from tenants.reports.periods import parse_moment
 from tenants.rows import InterferenceRow, ServiceSampleRow, StepSampleRow
 from tests.gateway.fairness_document import make_report
 from tests.tenants.support import closed_row, open_entry

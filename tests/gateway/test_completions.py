@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.app import HttpSettings
+from gateway.openai.app import HttpSettings
 from tenants.quotas import Limits
 from tests.gateway.fake_engine import byte_ids, hello
 from tests.gateway.harness import (

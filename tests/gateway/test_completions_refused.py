@@ -222,7 +222,7 @@ async def test_an_unexpected_fault_is_a_500_in_the_envelope_and_books_the_reques
         def broken(*args: Any, **kwargs: Any) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr("gateway.completions.Detokenizer", broken)
+        monkeypatch.setattr("gateway.openai.completions.Detokenizer", broken)
         response = await g.chat()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error" and "a bug" not in response.text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.detokenizer import Detokenizer, token_bytes_table
+from gateway.text.detokenizer import Detokenizer, token_bytes_table
 from tests.gateway.fake_engine import EOS, VOCAB_SIZE, byte_ids
 from tests.gateway.harness import TOKENIZER
 

@@ -11,10 +11,10 @@ import pytest
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import Message
 
-from gateway.app import HttpSettings
-from gateway.disconnect import Departure
 from gateway.errors import ClientGone
-from gateway.reply import Reply
+from gateway.openai.app import HttpSettings
+from gateway.openai.disconnect import Departure
+from gateway.openai.reply import Reply
 from tenants.quotas import Limits
 from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, eventually, gateway
 

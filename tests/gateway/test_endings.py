@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import http_protocol
-from gateway.app import HttpSettings
+from gateway.listen import protocol as http_protocol
+from gateway.openai.app import HttpSettings
 from policies.tiers import DEFAULT_TIERS
 from tenants.rows import LedgerRow
 from tests.engine.moments import MOMENTS as ALL_MOMENTS
@@ -93,7 +93,7 @@ def free_blocks(engine: CoreEngine) -> tuple[int, int]:
 
 
 def check_booked(g: Gateway, row: LedgerRow, moment: str, num_output: int) -> None:
-    """Tokens of the row and of the settlement, by the rules of `gateway.booking`."""
+    """Tokens of the row and of the settlement, by the rules of `gateway.openai.booking`."""
     assert row.output_tokens == num_output
     assert (row.started_at_us is None) == (moment == "waiting")
     totals = g.state.leases.totals(1)

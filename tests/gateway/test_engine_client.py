@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import PROTOCOL_VERSION, SamplingParams, ServiceSamples, Submit
-from gateway.engine_client import EngineClient
+from engine.wire.messages import PROTOCOL_VERSION, SamplingParams, ServiceSamples, Submit
 from gateway.errors import EngineDied, Unavailable
+from gateway.link.client import EngineClient
 from policies.sequences import TeamTerms
 from tests.gateway.fake_engine import FakeEngine, byte_ids, hello
 from tests.gateway.harness import WAIT, eventually

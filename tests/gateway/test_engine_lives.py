@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from gateway import engine_process
-from gateway.engine_lives import REASON_CHARS_MAX, EngineLives
-from gateway.engine_supervisor import EngineFollower, EngineSupervisor
-from gateway.metrics import GatewayMetrics
-from gateway.settings import SettingsError, load
+from gateway.link import process as engine_process
+from gateway.link.lives import REASON_CHARS_MAX, EngineLives
+from gateway.link.supervisor import EngineFollower, EngineSupervisor
+from gateway.metrics.families import GatewayMetrics
+from gateway.settings.values import SettingsError, load
 from tests.gateway.harness import Gateway, gateway
 
 REASON = "exit code 1: RuntimeError: no kernel image"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gateway.fair_room import FairRoom
+from gateway.prepare.fair_room import FairRoom
 from tests.gateway.harness import eventually
 
 pytestmark = pytest.mark.anyio

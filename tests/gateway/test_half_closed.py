@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway import http_protocol
-from gateway.app import HttpSettings
-from gateway.http_protocol import MAX_AHEAD_BYTES, HttpProtocol
+from gateway.listen import protocol as http_protocol
+from gateway.listen.protocol import MAX_AHEAD_BYTES, HttpProtocol
+from gateway.openai.app import HttpSettings
 from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
 pytestmark = pytest.mark.anyio

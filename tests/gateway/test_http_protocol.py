@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway import http_protocol
-from gateway.app import HttpSettings
-from gateway.listeners import limited_protocol
+from gateway.listen import protocol as http_protocol
+from gateway.listen.listeners import limited_protocol
+from gateway.openai.app import HttpSettings
 from tests.gateway.harness import (
     CHAT,
     WAIT,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.json_body import FLOAT_EXACT_MAX
-from gateway.openai import Endpoint, decode_request
+from gateway.openai.json_body import FLOAT_EXACT_MAX
+from gateway.openai.wire import Endpoint, decode_request
 from tests.gateway.harness import CHAT, MODEL, chat_body, gateway
 
 pytestmark = pytest.mark.anyio

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.limits_headers import duration_text, limit_headers, timing_headers
+from gateway.openai.headers import duration_text, limit_headers, timing_headers
 from tenants.leases import LimitsView, LimitView
 
 NONE = LimitView(None, None, None)

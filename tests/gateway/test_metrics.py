@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.messages import Interference, StepDone
+from engine.wire.messages import Interference, StepDone
 from policies.tiers import DEFAULT_TIERS
 from tenants.quotas import Limits
 from tests.gateway.fake_engine import hello

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.messages import ModelInfo
-from engine.model_store import SMOLLM2, describe
-from engine.tiny import SPECIAL_TOKENS, tiny_tokenizer, write_tiny_model
-from gateway.tokenizer import ModelTokenizer
+from engine.models.store import SMOLLM2, describe
+from engine.models.tiny import SPECIAL_TOKENS, tiny_tokenizer, write_tiny_model
+from engine.wire.messages import ModelInfo
+from gateway.text.tokenizer import ModelTokenizer
 
 ROOM = 2048
 PROMPT = " ".join(["the scales weigh what each team was given"] * 25)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.openai import AnswerWriter, CompletionRequest, Usage, decode_request, event
+from gateway.openai.wire import AnswerWriter, CompletionRequest, Usage, decode_request, event
 from tests.gateway.harness import CHAT, MODEL, TEXT, chat_body, events
 
 

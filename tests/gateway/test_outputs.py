@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway.cli import app
-from gateway.demo import write_report
+from gateway.cli.main import app
+from gateway.command import CommandError
+from gateway.demo.run import write_report
 from gateway.outputs import write_output
-from gateway.render import CommandError
 from tests.other_user import NOBODY, as_nobody
 
 REPORT = ["usage", "report", "--from", "2026-05-10", "--to", "2026-05-11", "--format", "csv"]
@@ -263,7 +263,7 @@ def test_a_group_that_cannot_be_kept_is_not_lost(shared: Path) -> None:
 
 @pytest.mark.case("T04")
 def test_the_pages_of_the_demo_keep_links_and_privacy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.report_demo.render_demo", lambda report: "<!doctype html>")
+    monkeypatch.setattr("gateway.reports.comparison.render_demo", lambda report: "<!doctype html>")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "report.html").symlink_to("../page.html")
     assert write_report({"runs": []}, tmp_path / "out") == tmp_path / "out" / "report.html"

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from gateway.app import GatewayState, HttpSettings, public_app
-from gateway.engine_client import EngineClient
-from gateway.http_protocol import HttpProtocol
-from gateway.tokenizer import ModelTokenizer
+from gateway.link.client import EngineClient
+from gateway.listen.protocol import HttpProtocol
+from gateway.openai.app import GatewayState, HttpSettings, public_app
+from gateway.text.tokenizer import ModelTokenizer
 from tenants import tables
 from tenants.database import Database, sqlite_url
 from tenants.leases import Leases

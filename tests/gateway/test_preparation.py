@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from engine.messages import Hello, ModelInfo
-from engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from gateway import completions, preparation, prepare, prepare_worker
-from gateway.app import HttpSettings
-from gateway.body import read_body
-from gateway.body_bounds import body_bounds
-from gateway.chat_template import ChatTemplate
+from engine.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from engine.wire.messages import Hello, ModelInfo
 from gateway.errors import ContextLengthExceeded, Overloaded, RequestTooLarge, Unavailable
-from gateway.preparation import Preparation
-from gateway.prepare_process import PrepareProcess, WorkerLost
+from gateway.listen.body import read_body
+from gateway.openai import completions
+from gateway.openai.app import HttpSettings
+from gateway.prepare import preparation, prepare
+from gateway.prepare import worker as prepare_worker
+from gateway.prepare.body_bounds import body_bounds
+from gateway.prepare.preparation import Preparation
+from gateway.prepare.process import PrepareProcess, WorkerLost
+from gateway.text.chat_template import ChatTemplate
 from tenants.quotas import Limits
 from tests.gateway.fake_engine import EOS, VOCAB_SIZE, hello
 from tests.gateway.harness import CHAT, MODEL, TOKENIZER, WAIT, Gateway, chat_body, eventually, gateway

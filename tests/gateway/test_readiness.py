@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway import lock
-from gateway.cli import app
+from gateway.cli.main import app
 from gateway.lock import DataDirLock, DataDirUnusable
-from gateway.state import not_ready_reasons
+from gateway.openai.state import not_ready_reasons
 from tests.gateway.harness import gateway
 from tests.gateway.metrics_support import Shown
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway.cli import app
+from gateway.cli.main import app
 from gateway.lock import DataDirLock
 from tenants.database import Database, sqlite_url
 from tenants.errors import StoreUnavailable

@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import select
 
 from engine.config import EngineConfig
-from gateway.app import GatewayState, HttpSettings, public_app
-from gateway.engine_client import EngineClient
-from gateway.http_protocol import HttpProtocol
-from gateway.tokenizer import ModelTokenizer
+from gateway.link.client import EngineClient
+from gateway.listen.protocol import HttpProtocol
+from gateway.openai.app import GatewayState, HttpSettings, public_app
+from gateway.text.tokenizer import ModelTokenizer
 from tenants import keys, tables, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_url
@@ -34,9 +34,9 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 async def start_engine(
-    directory: Path, module: str = "engine.service", kind: str = "sim", **settings: Any
+    directory: Path, module: str = "engine", kind: str = "sim", **settings: Any
 ) -> asyncio.subprocess.Process:
-    """`python -m engine.service`, with the simulated runner unless told otherwise; returns once it listens."""
+    """`python -m engine`, with the simulated runner unless told otherwise; returns once it listens."""
     config = EngineConfig(kind=kind, model=MODEL, cache_dir=str(directory), kv_memory_bytes=8 * 1024**2, **settings)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, "--socket", str(directory / "s"), "--parent-stdin"),

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.model_store import SMOLLM2, describe
-from gateway.detokenizer import Detokenizer
-from gateway.tokenizer import ModelTokenizer
+from engine.models.store import SMOLLM2, describe
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.real_model
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.admin import AdminState
-from gateway.app import HttpSettings
-from gateway.listeners import limited_protocol, make_server
+from gateway.admin.app import AdminState
+from gateway.listen.listeners import limited_protocol, make_server
 from gateway.logs import JsonFormatter, TextFormatter
+from gateway.openai.app import HttpSettings
 from gateway.refusals import WINDOW_SECONDS, RefusalLog, wire_refusals
-from gateway.settings import SettingsError, load
+from gateway.settings.values import SettingsError, load
 from tenants import key_format
 from tenants.quotas import Limits
 from tests.gateway.admin_support import TOKEN

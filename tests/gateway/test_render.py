@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.render import cell, print_table
+from gateway.command import cell, print_table
 
 ROWS = [
     {"team": "[red]support[/]", "prompt_tokens": 1200, "ttft_p95_seconds": 0.0821, "limit": None},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.sim.workload import TraceRequest
-from gateway.demo import speed_warnings
-from gateway.policy_run import RunOptions, serve_options
-from gateway.replay import Outcome, Target, describe, quantile, replay, summarise
+from gateway.demo.policy_run import RunOptions, serve_options
+from gateway.demo.replay import Outcome, Target, describe, quantile, replay, summarise
+from gateway.demo.run import speed_warnings
 
 Handler = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 

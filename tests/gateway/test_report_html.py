@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from gateway import svg
-from gateway.report_demo import render_demo, table_rows
-from gateway.report_fairness import render_fairness
+from gateway.reports import svg
+from gateway.reports.comparison import render_demo, table_rows
+from gateway.reports.fairness import render_fairness
 from tests.gateway.fairness_document import EMPTY_SERIES, make_report, make_series
 
 EVIL = "<script>alert(1)</script>"

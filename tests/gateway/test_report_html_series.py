@@ -5,8 +5,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from gateway.report_format import mark, part_of, seconds, size, span
-from gateway.report_series import BINS_MAX, OTHERS, bin_series, step_of, time_ticks
+from gateway.reports.format import mark, part_of, seconds, size, span
+from gateway.reports.series import BINS_MAX, OTHERS, bin_series, step_of, time_ticks
 from tests.gateway.fairness_document import EMPTY_SERIES, make_series
 
 TEAMS = ["a", "b", "c"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway import request_fields
 from gateway.errors import BadRequest
-from gateway.openai import Endpoint, decode_request, served_fields
-from gateway.request_fields import HARMLESS, UNSERVED, Unserved, ignored_header
+from gateway.openai import request_fields
+from gateway.openai.request_fields import HARMLESS, UNSERVED, Unserved, ignored_header
+from gateway.openai.wire import Endpoint, decode_request, served_fields
 from tests.gateway.harness import CHAT, MODEL, TEXT, chat_body, gateway
 
 pytestmark = pytest.mark.anyio

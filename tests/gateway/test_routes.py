@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from gateway import errors
-from gateway.app import HttpSettings
+from gateway.openai.app import HttpSettings
 from tests.gateway.harness import CHAT, MODEL, TEXT, TOKENIZER, Gateway, chat_body, gateway
 
 pytestmark = pytest.mark.anyio

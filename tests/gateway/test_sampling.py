@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.messages import SamplingParams, Submit
-from engine.sampler import Draw, sample
+from engine.device.sampler import Draw, sample
 from engine.sampling import sampling_fault
-from gateway.completions import sampling_of
+from engine.wire.messages import SamplingParams, Submit
 from gateway.errors import BadRequest
-from gateway.prepare import prepare
+from gateway.openai.completions import sampling_of
+from gateway.prepare.prepare import prepare
 from tests.engine.support import Engine, submit
 from tests.gateway.fake_engine import VOCAB_SIZE, hello
 from tests.gateway.harness import MODEL, TEXT, TOKENIZER, gateway

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from gateway import engine_process, logs
-from gateway.engine_lives import EngineLives
-from gateway.engine_process import EngineProcess, EngineStartError, engine_config, named_by_source, socket_path_for
-from gateway.engine_supervisor import EngineFollower, EngineSupervisor
-from gateway.listeners import ListenError, bind, make_server, url_of
-from gateway.settings import load
+from gateway import logs
+from gateway.link import process as engine_process
+from gateway.link.lives import EngineLives
+from gateway.link.process import EngineProcess, EngineStartError, engine_config, named_by_source, socket_path_for
+from gateway.link.supervisor import EngineFollower, EngineSupervisor
+from gateway.listen.listeners import ListenError, bind, make_server, url_of
+from gateway.settings.values import load
 from tests.gateway.harness import WAIT, FakeClock, clocked, eventually
 
 
@@ -147,7 +148,7 @@ def test_the_engine_gets_its_own_part_of_the_settings() -> None:
 
 
 def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Make `python -m engine.service` run this script instead."""
+    """Make `python -m engine` run this script instead."""
     script = tmp_path / "fake.py"
     script.write_text(f"import sys, os, time, json, pathlib\n{body}\n")
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, str(script)))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.model_store import ModelStoreError, cache_root
-from gateway.cli import app
-from gateway.config_file import SettingsError
-from gateway.settings import SETTINGS, Setting, as_rows, load
+from engine.models.store import ModelStoreError, cache_root
+from gateway.cli.main import app
+from gateway.settings.file import SettingsError
+from gateway.settings.values import SETTINGS, Setting, as_rows, load
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from sqlalchemy import insert
 
-from gateway.metrics import GatewayMetrics
-from gateway.report_fairness import render_fairness
-from gateway.report_text import write_fairness, write_usage
+from gateway.cli.report_text import write_fairness, write_usage
+from gateway.metrics.families import GatewayMetrics
+from gateway.reports.fairness import render_fairness
 from tenants import reports, tables
-from tenants.periods import Period
+from tenants.reports.periods import Period
 from tests.gateway.fake_engine import hello
 from tests.gateway.harness import CHAT, Gateway, gateway
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry

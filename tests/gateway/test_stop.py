@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.stop import StopMatcher
+from gateway.text.stop import StopMatcher
 
 
 def feed_all(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

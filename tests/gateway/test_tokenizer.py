@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import tokenizers
 
-from engine.messages import ModelInfo
-from engine.tiny import tiny_tokenizer
-from gateway.chat_template import ChatTemplate, load_chat_template
+from engine.models.tiny import tiny_tokenizer
+from engine.wire.messages import ModelInfo
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.chat_template import ChatTemplate, load_chat_template
+from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway.fake_engine import VOCAB_SIZE
 from tests.gateway.harness import TOKENIZER, tiny_model_tokenizer
 

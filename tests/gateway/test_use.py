@@ -7,18 +7,18 @@ from itertools import product
 import pytest
 from sqlalchemy import select
 
-from engine.messages import Finished
-from gateway import booking
-from gateway.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, Use, ledger_row, use_of
-from gateway.engine_client import RequestStream
+from engine.wire.messages import Finished
 from gateway.errors import BadRequest, EngineDied, EngineFailed, Overloaded
-from gateway.state import HttpSettings
+from gateway.link.client import RequestStream
+from gateway.openai import booking
+from gateway.openai.booking import CLIENT_CLOSED, SHUTDOWN, UNEXPECTED, Ending, Use, ledger_row, use_of
+from gateway.openai.state import HttpSettings
 from tenants import reports, tables
 from tenants.leases import Leases
 from tenants.ledger import recent_use
-from tenants.ledger_queries import IS_REQUEST
-from tenants.periods import Period
 from tenants.quotas import Limits
+from tenants.reports.periods import Period
+from tenants.reports.queries import IS_REQUEST
 from tenants.rows import GIVEN_BACK
 from tests.gateway.harness import WAIT, Gateway, eventually, gateway
 from tests.gateway.metrics_support import Shown
@@ -84,7 +84,7 @@ async def test_when_54_are_refused_only_the_7_served_count(store: Store) -> None
 
 @pytest.mark.case("T07")
 async def test_when_only_refusals_are_booked_they_are_shown(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    from gateway.report_text import write_usage
+    from gateway.cli.report_text import write_usage
 
     async with gateway() as g:
         await refuse(g, "queue_full")

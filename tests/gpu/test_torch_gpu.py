@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import Span
-from engine.kv_cache import KVCache
-from engine.kv_canary import KVCanary
-from engine.messages import SamplingParams
-from engine.model import Batch, Model
-from engine.model_config import read_model_config
+from engine.device.attention import Span
+from engine.device.kv_cache import KVCache
+from engine.device.kv_canary import KVCanary
+from engine.device.model import Batch, Model
+from engine.device.runner import TorchRunner
+from engine.models.config import read_model_config
+from engine.models.tiny import write_tiny_model
 from engine.plan import BlockCopy, Row, StepPlan
-from engine.runner import TorchRunner
-from engine.tiny import write_tiny_model
+from engine.wire.messages import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from policies.books import MeteredPolicy
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
-from policies.metered import MeteredPolicy
 from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 
 UNIT = 27_720  # divisible by 1..12, so that the shares of small oracles are whole microseconds
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policies.catalog import make_policy
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 from tests.policies.driver import INFINITE, Driver, Job, config
 from tests.policies.reference import variation_of
 from tests.policies.scenarios import COASTS, Scenario, random_scenario, scenarios

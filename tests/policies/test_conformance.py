@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policies.catalog import POLICIES, make_policy
 from policies.config import PolicyConfig
-from policies.mlfq import LevelQueues, RankedSequence
+from policies.levels import LevelQueues, RankedSequence
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import POLICIES, make_policy
 from tests.policies.scenarios import Scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

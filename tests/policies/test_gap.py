@@ -1,7 +1,7 @@
 """The gap between teams at any number of slots, promotions, minimum runs and coasting included.
 
 Unit of fairness: the largest difference of two able teams' lag D after a step, in decode steps per unit of weight,
-against Theta + 2u (`policies.shares.lag_bound`).
+against Theta + 2u (`policies.lag.lag_bound`).
 """
 
 import random
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from policies.shares import lag_bound
+from policies.lag import lag_bound
 from tests.policies.driver import UNIT, Driver, Job, config
 
 STEPS = 400

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.service import make_policy
+from policies.catalog import make_policy
 from tests.policies.driver import UNIT, Driver, Job, config
 from tests.policies.scenarios import COASTS, PROMOTIONS, JobPlan, Promotion, Scenario, scenarios
 

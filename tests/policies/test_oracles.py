@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 from tests.policies.driver import INFINITE, UNIT, Driver, Job, config
 
 A, B, F, G, H = 0, 1, 5, 6, 7

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 
 NUM_TEAMS, SLOTS, STEPS = 5, 6, 60
 CONFIG = PolicyConfig(

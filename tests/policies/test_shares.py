@@ -9,8 +9,8 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
+from policies.lag import LagMeter
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.shares import LagMeter
 from tests.policies.driver import Driver, config
 
 

@@ -5,9 +5,9 @@ Unit of fairness: one team's lag D, in decode steps per unit of weight.
 
 import pytest
 
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms, Turn
-from policies.service import make_policy
 from tests.policies.driver import UNIT, Driver, config
 from tests.policies.scenarios import random_scenario
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.memory import BURST_US, LinkBudget
-from engine.swap_planner import SwapPlanner
+from engine.memory.planner import SwapPlanner
+from engine.memory.pools import BURST_US, LinkBudget
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.cost import split_step
 from policies.eg_mlfq import EgMlfq
-from policies.mlfq import Levels
+from policies.lag import LagMeter, gate_width, lag_bound, step_width
+from policies.levels import Levels
 from policies.promotion import Promotions, pause_bound_us
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.shares import LagMeter, gate_width, lag_bound, step_width
 from policies.tiers import DEFAULT_TIERS
 from tests.policies.reference import water_fill
 

@@ -10,17 +10,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.assembly import least_rate_percent
 from engine.blocks import blocks_for
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
-from engine.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
 from engine.plan import BlockCopy, StepPlan
-from engine.promises import Promises
-from engine.scheduler import Scheduler
+from engine.process.assembly import least_rate_percent
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
+from engine.step.core import EngineCore, Runner
+from engine.step.pauses import Promises
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
 from policies.config import PolicyConfig, from_profile
 from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.blocks import blocks_for
-from engine.core import EngineCore, Runner
-from engine.memory import BURST_US
-from engine.messages import StepDone
+from engine.memory.pools import BURST_US
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Sequence as BatchSequence
 from engine.request import Status
-from engine.scheduler import Scheduler
+from engine.step.core import EngineCore, Runner
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import StepDone
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import Overhead, Served

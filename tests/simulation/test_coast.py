@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.sim.simulate import simulate
 from engine.sim.workload import TraceRequest
+from engine.step.core import EngineCore
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.cost import StepProfile
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 from tests.engine.support import Engine, submit
 from tests.policies.driver import Driver, config
 from tests.simulation.test_refuse_new import CONFIG, Pair, newcomers

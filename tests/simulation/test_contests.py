@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import Finished, SamplingParams, Submit, TeamEntry
 from engine.plan import StepPlan, StepResult
 from engine.sim.runner import SimRunner
-from policies.baselines import Fcfs
+from engine.wire.messages import Finished, SamplingParams, Submit, TeamEntry
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
+from policies.fcfs import Fcfs
 from policies.policy import Policy
 from policies.tiers import DEFAULT_TIERS
 from tests.engine.support import Engine, submit
@@ -108,7 +108,7 @@ def test_when_nothing_is_fair_the_large_requests_get_the_device(monkeypatch: pyt
     def by_rows(duration_us: int, marginals_us: Sequence[float], fixed_us: float) -> list[int]:
         return [duration_us // len(marginals_us)] * len(marginals_us)
 
-    monkeypatch.setattr("engine.scheduler.split_step", by_rows)
+    monkeypatch.setattr("engine.step.scheduler.split_step", by_rows)
     assert share_of_hog("eg-mlfq") > 0.6
 
 

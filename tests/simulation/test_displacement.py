@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import Finished, StepDone, Submit
+from engine.memory.room import Room
 from engine.plan import StepPlan, StepResult
 from engine.sim.runner import SimRunner
-from engine.swap_room import Room
+from engine.wire.messages import Finished, StepDone, Submit
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.support import Engine, submit
 
 UNITS = StepProfile(0.0, 100.0, 0.0, 10_000.0, 0.0)  # a token of output takes 10 ms, one of a prompt a hundredth of it

@@ -18,16 +18,16 @@ import pytest
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.messages import ConfigureTeams, Finished, ModelInfo
 from engine.plan import BlockCopy, StepPlan
-from engine.scheduler import Scheduler
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
-from engine.step_log import StepLog, StepLogStart
+from engine.step.core import EngineCore
+from engine.step.log import StepLog, StepLogStart
+from engine.step.scheduler import Scheduler
+from engine.wire.messages import ConfigureTeams, Finished, ModelInfo
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.moments import MOMENTS, Cut, check_cuts, moment_of, num_steps, planned, read_steps
 from tests.engine.support import submit, team
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import StepDone, Submit, TeamEntry
 from engine.sim.runner import SimRunner
+from engine.wire.messages import StepDone, Submit, TeamEntry
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.support import Engine, submit, team
 
 PROFILE = StepProfile(

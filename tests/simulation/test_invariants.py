@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from engine.blocks import blocks_for
 from engine.clock import VirtualClock
-from engine.core import EngineCore
-from engine.messages import StepDone
 from engine.plan import StepPlan, StepResult
 from engine.request import Status
 from engine.sim.runner import SimRunner
+from engine.step.core import EngineCore
+from engine.wire.messages import StepDone
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.support import ArrivalOrder, Engine, submit, team
 
 PROFILE = StepProfile(

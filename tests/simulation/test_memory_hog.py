@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.billing import Counts
 from engine.clock import VirtualClock
-from engine.messages import SamplingParams, Submit
+from engine.memory.billing import Counts
 from engine.sim.runner import SimRunner
+from engine.wire.messages import SamplingParams, Submit
+from policies.catalog import make_policy
 from policies.config import from_profile
-from policies.service import make_policy
 from tests.engine.support import Engine, team
 from tests.simulation.test_gaming import PROFILE
 

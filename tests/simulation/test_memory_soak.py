@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.messages import ConfigureTeams, SamplingParams, Submit, TeamEntry
+from engine.wire.messages import ConfigureTeams, SamplingParams, Submit, TeamEntry
 from policies.eg_mlfq import EgMlfq
 from tests.simulation.pressure import Rig, Scenario
 

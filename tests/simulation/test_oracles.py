@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import TeamEntry
 from engine.plan import StepPlan, StepResult
 from engine.sim.runner import SimRunner
-from policies.baselines import Fcfs
+from engine.wire.messages import TeamEntry
 from policies.config import PolicyConfig
 from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
+from policies.fcfs import Fcfs
 from policies.policy import Policy
 from tests.engine.support import Engine, submit, team
 

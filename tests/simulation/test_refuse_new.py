@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from policies.service import make_policy
 
 NUM_TEAMS = 4
 CONFIG = PolicyConfig(

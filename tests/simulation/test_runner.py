@@ -3,9 +3,9 @@
 import pytest
 
 from engine.clock import VirtualClock
-from engine.messages import SamplingParams
 from engine.plan import Row, StepPlan
 from engine.sim.runner import PacedClock, SimRunner, step_us
+from engine.wire.messages import SamplingParams
 from policies.cost import StepProfile
 
 PROFILE = StepProfile(

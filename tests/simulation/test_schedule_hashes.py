@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.sim.service import fixed_profile
+from engine.sim.parts import fixed_profile
 from engine.sim.simulate import simulate
 from engine.sim.workload import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = {
-    "demo": ROOT / "gateway" / "data" / "demo_trace.jsonl",
+    "demo": ROOT / "gateway" / "demo" / "trace.jsonl",
     "flood60": ROOT / "benchmarks" / "traces" / "flood60.jsonl",
     "mixed60": ROOT / "benchmarks" / "traces" / "mixed60.jsonl",
 }

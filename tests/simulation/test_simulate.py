@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.profiling import read_profile
+from engine.device.profiling import read_profile
 from engine.sim.simulate import isolated_us, simulate
 from engine.sim.workload import TraceError, TraceRequest, parse_trace, read_trace
 from policies.cost import StepProfile

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from engine.blocks import blocks_for
 from engine.clock import VirtualClock
-from engine.core import Runner
-from engine.messages import Finished, StepDone
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Status
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
+from engine.step.core import Runner
+from engine.wire.messages import Finished, StepDone
+from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from policies.service import make_policy
 from tests.engine.support import Engine, submit, team
 
 PROFILE = StepProfile(

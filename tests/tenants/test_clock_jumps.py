@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.report_fairness import render_fairness
-from gateway.report_format import missing_samples
-from gateway.report_text import write_fairness
+from gateway.cli.report_text import write_fairness
+from gateway.reports.fairness import render_fairness
+from gateway.reports.format import missing_samples
 from tenants import reports, tables
 from tenants.clock import from_epoch_us
 from tenants.ledger import Ledger, LedgerSettings, recent_use
-from tenants.periods import Period
+from tenants.reports.periods import Period
+from tenants.reports.samples import HOUR_US
 from tenants.retention import AFTER_NEWEST_US, FIRST_RUN_US, Retention, moment_of_age
-from tenants.samples import HOUR_US
 from tests.tenants import histories
 from tests.tenants.histories import DAY_US
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry

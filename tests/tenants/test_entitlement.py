@@ -12,13 +12,13 @@ from itertools import chain, combinations
 
 import pytest
 
-from engine.samples import ServiceSampler
-from gateway.booking import sample_rows
+from engine.process.samples import ServiceSampler
+from gateway.openai.booking import sample_rows
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
 from tenants import reports
-from tenants.periods import Period
+from tenants.reports.periods import Period
 from tenants.rows import SampleRow, ServiceSampleRow
 from tests.tenants import histories
 from tests.tenants.support import NOW_US, Store

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from tenants import ledger_queries, reports
-from tenants.periods import Period
+from tenants import reports
+from tenants.reports import queries as ledger_queries
+from tenants.reports.periods import Period
 from tenants.rows import InterferenceRow, LedgerRow, SampleRow, ServiceSampleRow, StepSampleRow
 from tests.tenants import histories
 from tests.tenants.histories import TEAMS, a_history, book, nearest_rank

@@ -12,7 +12,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, select
 from typer.testing import CliRunner
 
-from gateway.cli import app
+from gateway.cli.main import app
 from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, tables, tiers
 from tenants.database import Database, sqlite_url

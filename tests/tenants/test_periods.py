@@ -12,7 +12,7 @@ from sqlalchemy import insert
 from tenants import reports, tables
 from tenants.clock import epoch_us, from_epoch_us
 from tenants.errors import Invalid
-from tenants.periods import Period, days_of, offsets, parse_moment, parse_period, zone_of
+from tenants.reports.periods import Period, days_of, offsets, parse_moment, parse_period, zone_of
 from tests.tenants.histories import DAY_US, values
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry
 

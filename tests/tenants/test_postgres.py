@@ -16,10 +16,10 @@ from tenants import migrate, reports, tables, teams, tiers
 from tenants.database import Database, make_engine
 from tenants.errors import Conflict, MigrationFailed, SchemaTooNew, StoreUnavailable, StoreUnreachable
 from tenants.ledger import Ledger
-from tenants.periods import Period
+from tenants.reports.periods import Period
+from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import LedgerRow, SampleRow
-from tenants.samples import HOUR_US
 from tests.tenants import histories
 from tests.tenants.postgres import PostgresServer, running_server
 from tests.tenants.support import NOW_US, Store, closed_row, open_entry, upgrade_to

@@ -11,10 +11,10 @@ from sqlalchemy import Table, event, func, select, text
 
 from tenants import reports, retention, tables
 from tenants.ledger import Ledger, LedgerSettings
-from tenants.periods import Period
+from tenants.reports.periods import Period
+from tenants.reports.samples import HOUR_US, Reach, Span, split
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, ServiceSampleRow, StepSampleRow
-from tenants.samples import HOUR_US, Reach, Span, split
 from tests.tenants import histories
 from tests.tenants.histories import SECOND_US, TEAMS, settle_retention
 from tests.tenants.support import NOW_US, Store

@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from tenants import reports, series
-from tenants.periods import Period
+from tenants import reports
+from tenants.reports import series
+from tenants.reports.periods import Period
+from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import ServiceSampleRow
-from tenants.samples import HOUR_US
 from tests.tenants import histories
 from tests.tenants.histories import SECOND_US, TEAMS
 from tests.tenants.support import NOW_US, Store

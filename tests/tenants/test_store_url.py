@@ -13,10 +13,10 @@ from sqlalchemy import text as sql
 from sqlalchemy.engine import make_url
 from typer.testing import CliRunner, Result
 
-from gateway.cli import app
-from gateway.config_file import SettingsError
+from gateway.cli.main import app
 from gateway.logs import JsonFormatter, TextFormatter
-from gateway.settings import as_rows, load
+from gateway.settings.file import SettingsError
+from gateway.settings.values import as_rows, load
 from tenants import migrate
 from tenants.database import Database, make_engine, sqlite_path, sqlite_url
 from tenants.errors import Invalid, StoreUnreachable

@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
-from tenants import reports, teams, usage
+from tenants import reports, teams
 from tenants.errors import Invalid
-from tenants.periods import Period
+from tenants.reports import usage
+from tenants.reports.periods import Period
 from tenants.rows import LedgerRow
 from tests.tenants import histories
 from tests.tenants.histories import DAY_US, a_history, book, nearest_rank, num_requests

@@ -1,0 +1,50 @@
+"""Attention straight from the paged KV pool by compiled kernels: no gather, no padding to the longest row.
+
+The kernels (`engine/device/native/kernels.c`) walk each row's own context in key tiles at absolute positions, so rows
+are independent by construction. They never read a slot past a sequence's end, so blocks need not be cleared for a new
+owner. Rotary positions and the KV write are done in the same pass (`attend_fused`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.device.attention import Span
+from engine.device.kv_cache import KVCache
+from engine.device.native.library import Kernels, Piece, StepArguments, step_arguments
+from engine.models.config import ModelConfig
+
+
+class PagedNative:
+    """The backend for CPUs with a C compiler."""
+
+    name = "paged-native"
+
+    def __init__(
+        self, config: ModelConfig, cache: KVCache, kernels: Kernels, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """`cos`, `sin`: rotary tables [context, head_dim] in float32, the sine's first half negated."""
+        self.cache, self.kernels = cache, kernels
+        self.heads, self.head_dim = config.num_heads, config.head_dim
+        self._cos, self._sin = cos.contiguous(), sin.contiguous()
+
+    def plan(self, decode: Sequence[Span], prefill: Sequence[Span]) -> StepArguments:
+        """See AttentionBackend.plan."""
+        pieces = [Piece(span.start, span.count, span.block_table) for span in (*decode, *prefill)]
+        return step_arguments(pieces, pool=self.cache.pool, cos=self._cos, sin=self._sin, heads=self.heads)
+
+    def attend(self, layer: int, queries: torch.Tensor, plan: StepArguments) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        self.kernels.attend(plan, layer, queries.flatten(1), out)
+        return out
+
+    def attend_fused(self, layer: int, qkv: torch.Tensor, plan: StepArguments) -> torch.Tensor:
+        """Outputs [rows, heads * head_dim] for a layer's [rows, (heads + 2 kv_heads) * head_dim], not yet rotated.
+
+        Writes the step's keys and values to the cache, and rotates the queries in place.
+        """
+        self.kernels.rotate_write(plan, layer, qkv)
+        out = qkv.new_empty((qkv.shape[0], self.heads * self.head_dim))
+        self.kernels.attend(plan, layer, qkv, out)
+        return out

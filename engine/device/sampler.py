@@ -1,0 +1,126 @@
+"""Choose tokens from logits, without any generator state.
+
+Each token draws one uniform u = hash(seed, absolute position of the new token); the token is the first in vocabulary
+order whose cumulative probability, in float32 over the filtered distribution, exceeds u. So a token depends on its
+logits, the seed and the position alone: pausing, batching and restarting cannot change it, and two requests with one
+seed and prompt agree at any load. Order of filters: temperature, top-k, top-p (as vLLM and transformers). Ties go to
+the lower id.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.sampling import float32_temperature
+from engine.wire.messages import SamplingParams
+
+ARGMAX_BLOCK = 128  # argmax in two stages: torch's reduces rows of bfloat16 several times slower than amax
+NUCLEUS_FIRST_TRY = 256  # largest logits looked at first when finding the nucleus
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What decides one row's token beside its logits."""
+
+    sampling: SamplingParams
+    position: int  # absolute position of the new token
+    num_generated: int
+    eos_token_ids: tuple[int, ...]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 24 random bits: the first of BLAKE2b(seed, position)."""
+    message = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 40) / 2**24
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw], num_tokens: int) -> tuple[list[int], list[str]]:
+    """Token ids and, where a row failed, why (else ""). `num_tokens` is the tokenizer's size: rows beyond are padding.
+
+    Each row is handled on its own or by row-independent operations only.
+    """
+    logits = logits[:, :num_tokens]
+    for row, draw in enumerate(draws):
+        banned = _banned(draw, num_tokens)
+        if banned:
+            logits[row, banned] = -math.inf
+    greedy_ids, peaks = argmax(logits)
+    finite = torch.isfinite(peaks).tolist()
+    ids = greedy_ids.tolist()
+    errors = ["" if ok else "the model computed no finite logits for this sequence" for ok in finite]
+    for row, draw in enumerate(draws):
+        if finite[row] and not is_greedy(draw.sampling):
+            ids[row] = _sample_row(logits[row], draw, ids[row])
+    return ids, errors
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the largest logit is taken, whatever the seed."""
+    return float32_temperature(sampling.temperature) == 0 or sampling.top_k == 1
+
+
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row of [rows, vocab]: the lowest id of the largest logit, and that logit (NaN if there is one)."""
+    vocab = logits.shape[1]
+    whole = vocab // ARGMAX_BLOCK * ARGMAX_BLOCK
+    if whole == 0 or logits.dtype == torch.float32:
+        peaks, ids = logits.max(dim=-1)
+        return ids, peaks
+    blocks = logits[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK))
+    block_peaks = blocks.amax(dim=-1)
+    best = block_peaks.argmax(dim=-1, keepdim=True)
+    inside = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, ARGMAX_BLOCK)).squeeze(1)
+    ids = best.squeeze(1) * ARGMAX_BLOCK + inside.argmax(dim=-1)
+    peaks = block_peaks.gather(1, best).squeeze(1)
+    if whole < vocab:
+        tail_peaks, tail_ids = logits[:, whole:].max(dim=-1)
+        is_tail = (tail_peaks > peaks) | torch.isnan(tail_peaks)
+        ids, peaks = torch.where(is_tail, tail_ids + whole, ids), torch.where(is_tail, tail_peaks, peaks)
+    return ids, peaks
+
+
+def _banned(draw: Draw, num_tokens: int) -> list[int]:
+    """Ids that may not come yet: nothing ends a sequence before its min_tokens."""
+    if draw.num_generated >= draw.sampling.min_tokens:
+        return []
+    return [i for i in {*draw.eos_token_ids, *draw.sampling.stop_token_ids} if 0 <= i < num_tokens]
+
+
+def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
+    sampling = draw.sampling
+    # Against the peak, so that a tiny temperature gives large negative numbers and never infinity - infinity.
+    scaled = (logits.float() - logits[greedy_id].float()) / float32_temperature(sampling.temperature)
+    if 0 < sampling.top_k < scaled.numel():
+        scaled = _keep_largest(scaled, sampling.top_k)
+    if sampling.top_p < 1:
+        scaled = _keep_largest(scaled, nucleus_size(scaled, sampling.top_p))
+    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
+    target = cumulative[-1] * uniform(sampling.seed, draw.position)
+    chosen = int(torch.searchsorted(cumulative, target, right=True))
+    if chosen >= scaled.numel():  # u * total rounded up to the total: the last token that adds anything to it
+        chosen = int(torch.searchsorted(cumulative, cumulative[-1]))
+    return chosen
+
+
+def nucleus_size(scaled: torch.Tensor, top_p: float) -> int:
+    """How many of the most likely tokens it takes to reach probability `top_p`; at least one."""
+    log_total = scaled.logsumexp(dim=-1)
+    width = min(NUCLEUS_FIRST_TRY, scaled.numel())
+    while True:
+        cumulative = (scaled.topk(width).values - log_total).exp().cumsum(dim=-1)
+        size = int((cumulative < top_p).sum()) + 1
+        if size <= width or width == scaled.numel():
+            return min(size, width)
+        width = min(8 * width, scaled.numel())
+
+
+def _keep_largest(scaled: torch.Tensor, count: int) -> torch.Tensor:
+    """Mask all but the `count` largest; of equals at the edge the lower ids stay."""
+    edge = scaled.topk(count).values[-1]
+    above = scaled > edge
+    ties = scaled == edge
+    kept = above | (ties & (ties.cumsum(dim=-1) <= count - above.sum()))
+    return scaled.masked_fill(~kept, -math.inf)

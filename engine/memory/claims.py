@@ -1,0 +1,71 @@
+"""Whose KV is lost so that the holder of the reservation may start, where the claims of all others leave it none.
+
+Claims grow with what sequences generate, and are given back only when they end. So one team's long answers could fill
+both pools and hold every other team's starts. Values in, moves out, as in `engine.memory.moves`.
+"""
+
+from collections.abc import Mapping
+
+from engine.memory.moves import Move
+from engine.memory.starts import Entry
+from engine.memory.view import MemoryView
+from engine.request import Sequence, Status
+from policies.policy import Policy
+
+
+def make_claims_fit(
+    entry: Entry, view: MemoryView, policy: Policy, weights: Mapping[int, int], num_steps: int
+) -> list[Move]:
+    """Teams that are more over-served than the holder's, and whose claims are more than their share of the blocks, drop
+    KV, on either side, the most over-served team's first and of it the fewest computed tokens. Nobody does when that
+    leaves no claim, or when the holder's team would have more than its own share, unless it has nothing started.
+
+    Shares are by weight, of the teams with something live. None goes in its minimum run (G2), and the leader (G6) only
+    where it cannot be done without. Their own team pays for the replay: it holds more than its share of the memory, and
+    the holder takes no more than its own.
+    """
+    holder = entry.holder
+    if holder is None or holder.is_started:
+        return []
+    missing = entry.num_claimed + holder.num_claim - entry.capacity
+    if missing <= 0:
+        return []
+    team_id = holder.request.team_id
+    claims = dict.fromkeys(entry.waiting_of, 0)  # by team
+    claims[team_id] = 0
+    for group in (view.resident, view.away):
+        for one in group.values():
+            claims[one.request.team_id] = claims.get(one.request.team_id, 0) + one.num_claimed
+    total = sum(weights.get(team, 1) for team in claims)
+    spare = {team: held * total - entry.capacity * weights.get(team, 1) for team, held in claims.items()}  # times total
+    if claims[team_id] and spare[team_id] + holder.num_claim * total > 0:
+        return []
+    order = policy.over_served(claims)
+    rank = {team: place for place, team in enumerate(order[: order.index(team_id)]) if spare[team] > 0}
+    if not rank:
+        return []
+    leader = max(view.resident.values(), key=lambda one: (one.work_us, -one.seq_id), default=None)
+    may = [
+        one
+        for one in (*view.resident.values(), *view.away.values())
+        if one.request.team_id in rank
+        and one.status in (Status.RUNNING, Status.PAUSED, Status.SWAPPED)
+        and not one.is_half
+        and not view.is_protected(one, num_steps)
+    ]
+    may.sort(key=lambda one: (one is leader, rank[one.request.team_id], one.num_computed, one.seq_id))
+    chosen: list[Sequence] = []
+    for one in may:
+        if missing <= 0:
+            break
+        if spare[one.request.team_id] > 0:
+            chosen.append(one)
+            missing -= one.num_claimed
+            spare[one.request.team_id] -= one.num_claimed * total
+    if missing > 0:
+        return []
+    for one in chosen.copy():  # earlier ones that a later, larger one made needless
+        if missing + one.num_claimed <= 0:
+            chosen.remove(one)
+            missing += one.num_claimed
+    return [Move("drop", one.seq_id, one.request.team_id, one.seq_id) for one in chosen]

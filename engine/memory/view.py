@@ -1,0 +1,150 @@
+"""The KV memory as the swap planner sees it: plain values, made anew for each plan."""
+
+from collections.abc import Collection, Iterable
+
+from engine.blocks import blocks_for
+from engine.config import EngineConfig
+from engine.memory.moves import Away, Pools, Resident
+from engine.memory.planner import SwapPlanner
+from engine.memory.pools import KVMemory
+from engine.request import Sequence, Status
+from policies.cost import StepProfile
+
+RESERVE_STEPS = 4  # H of guard G4
+_PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
+_NEARLY_FULL = 8  # less than one block in so many is free
+
+
+class MemoryView:
+    """Reads sequences and pools, and changes nothing. Owns the lists that `engine.memory.mover` keeps up to date."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        profile: StepProfile,
+        memory: KVMemory,
+        planner: SwapPlanner,
+    ) -> None:
+        self.half: dict[int, Sequence] = {}  # started and not whole
+        self.resident: dict[int, Sequence] = {}  # KV on the device, and no copy in flight
+        self.away: dict[int, Sequence] = {}  # KV on the host, or on the way there or back, the longest away first
+        self._away_views: dict[int, Away] = {}  # of those that are away, once they were looked at
+        self.num_promised = 0  # missing blocks of the half-computed prompts on the device
+        self._memory, self._planner = memory, planner
+        self._profile = profile
+        self._block_size = config.block_size
+
+    def wanted_to_return(self, sequence: Sequence) -> int:
+        """Device blocks that one on the host wants free: its own, and those of its whole prompt or its next token."""
+        tokens = sequence.num_to_fill if sequence.is_half else sequence.num_computed + 1
+        return min(sequence.num_blocks_max, max(len(sequence.table.host), blocks_for(tokens, self._block_size)))
+
+    def promise(self, sequence: Sequence) -> None:
+        """Note what the prompt of `sequence` still lacks on the device, if it is half computed and there."""
+        lacks = 0
+        if sequence.seq_id in self.half and sequence.seq_id in self.resident:
+            lacks = max(0, blocks_for(sequence.num_to_fill, self._block_size) - len(sequence.table.blocks))
+        self.num_promised += lacks - sequence.num_promised
+        sequence.num_promised = lacks
+
+    def reserve(self, ran_last: Iterable[Sequence]) -> int:
+        """G4: blocks that those now decoding take in the next steps."""
+        size = self._block_size
+        resident, half = self.resident, self.half
+        total = 0
+        for one in ran_last:
+            seq_id = one.seq_id
+            if seq_id in resident and seq_id not in half:
+                ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
+                missing = -(-ahead // size) - len(one.table.blocks)
+                if missing > 0:
+                    total += missing
+        return total
+
+    def pools(self, reserve: int, link_us: int) -> Pools:
+        """What is free, given the reserve and what the link may still be used."""
+        memory = self._memory
+        return Pools(
+            free=memory.device.num_free,
+            incoming=memory.num_incoming,
+            promised=self.num_promised,
+            reserve=reserve,
+            host_free=memory.host.num_free,
+            link_us=link_us,
+        )
+
+    def frontier(self, first: Iterable[int], most: int) -> list[Sequence]:
+        """Those on the host that may come back by a plan, `first` among them: at most `most`."""
+        if len(self.away) <= most:
+            return list(self.away.values())
+        named = {seq_id: self.away[seq_id] for seq_id in first if seq_id in self.away}
+        for seq_id, one in self.away.items():
+            if len(named) >= most:
+                break
+            named[seq_id] = one
+        return list(named.values())
+
+    @property
+    def is_host_nearly_full(self) -> bool:
+        """The least computed of all may have to give way."""
+        host = self._memory.host
+        return host.num_free * _NEARLY_FULL < host.num_blocks
+
+    def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
+        """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
+        residents = [self._resident(one, num_steps) for one in self.resident.values()]
+        return residents, [self._away(one) for one in away if one.status is Status.SWAPPED]
+
+    def forget_away(self, sequence: Sequence) -> None:
+        """It is no longer away, if it was."""
+        self.away.pop(sequence.seq_id, None)
+        self._away_views.pop(sequence.seq_id, None)
+
+    def is_protected(self, one: Sequence, num_steps: int) -> bool:
+        """G2: it is in its minimum run, and that has not lapsed."""
+        return one.min_run_left > 0 and (
+            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
+        )
+
+    def _away(self, one: Sequence) -> Away:
+        """Nothing of it changes while it is on the host."""
+        found = self._away_views.get(one.seq_id)
+        if found is None:
+            found = self._away_views[one.seq_id] = Away(
+                one.seq_id,
+                one.request.team_id,
+                len(one.table.host),
+                self.wanted_to_return(one),
+                not one.is_half,
+                one.num_computed,
+            )
+        return found
+
+    def _resident(self, one: Sequence, num_steps: int) -> Resident:
+        table = one.table
+        seq_id, num_computed, num_blocks = one.seq_id, one.num_computed, len(table.blocks)
+        num_used = -(-num_computed // self._block_size)
+        return Resident(
+            seq_id,
+            one.request.team_id,
+            num_blocks,
+            num_blocks - num_used,
+            num_used - self._memory.num_clean(table, num_computed),
+            len(table.host),
+            seq_id not in self.half,
+            num_computed,
+            one.work_us,
+            self.is_protected(one, num_steps),
+            one.status is Status.PAUSED,
+            0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
+        )
+
+    def check(self, live: Collection[Sequence]) -> None:
+        """Assert that the lists agree with the sequences."""
+        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
+        assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
+        there = [s for s in self.half.values() if s.seq_id in self.resident]
+        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.table.blocks)) for s in there)
+        assert self.num_promised == lacks == sum(s.num_promised for s in live)
+        assert self.resident.keys() == {s.seq_id for s in live if s.status in (Status.RUNNING, Status.PAUSED)}
+        assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}

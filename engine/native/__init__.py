@@ -1,1 +1,0 @@
-"""Compiled CPU kernels of a step, optional everywhere (see `engine.native.library`)."""

@@ -1,0 +1,99 @@
+"""The maximum pause of each team's requests (I8 of `docs/scheduling.md`), as the admin listener shows it. Pure.
+
+It is the longest time before a step that a request can be kept from running, from the constants that the connected
+engine greeted with and the present table of teams: once with the queue at its bound (the team's own `concurrent` limit,
+or what the engine takes in at all) and once with nobody of the team before it. It bounds a pause, not the whole answer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.wire.messages import Hello
+from policies.config import PolicyConfig
+from policies.promotion import pause_bound_us
+from policies.sequences import TeamTerms
+from tenants.snapshot import TeamEntry
+
+NO_ENGINE = "no engine is connected"
+NO_TEAM = "no team has this tier"
+NO_GRANT = "the tier keeps no grant: promotion_burst_grants is 0"
+NO_PROMOTION = "promotion is off: engine.promotion_percent is 0"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxPause:
+    """One maximum pause. Times are microseconds; both are None when `reason` says why there is none."""
+
+    queue: int | None  # requests of the team at once that `full_us` holds for
+    full_us: int | None = None
+    empty_us: int | None = None
+    reason: str | None = None
+
+    def describe(self) -> dict[str, float | int | str | None]:
+        """As shown; seconds."""
+        return {
+            "max_pause_empty_queue_seconds": None if self.empty_us is None else self.empty_us / 1e6,
+            "max_pause_seconds": None if self.full_us is None else self.full_us / 1e6,
+            "max_pause_queue": self.queue,
+            "max_pause_unknown": self.reason,
+        }
+
+
+class MaxPauses:
+    """The maximum pauses under one engine and one table of teams."""
+
+    def __init__(self, hello: Hello | None, teams: Iterable[TeamEntry]) -> None:
+        self._hello = hello
+        self._teams = {team.team_id: team for team in teams}
+        self._table = [team.tier.terms(team.team_id) for team in self._teams.values()]
+        self._known: dict[tuple[str, int], MaxPause] = {}  # teams of one tier and one queue have the same
+
+    def of_team(self, team_id: int) -> MaxPause:
+        """One team's. A team that is not in the table (archived) has none."""
+        team = self._teams.get(team_id)
+        if self._hello is None or team is None:
+            return MaxPause(None, reason=NO_ENGINE if self._hello is None else "the team is archived")
+        queue = self._hello.max_queued_requests
+        if team.limits.concurrent is not None:
+            queue = min(queue, team.limits.concurrent)
+        key = (team.tier.name, queue)
+        if key not in self._known:
+            self._known[key] = self._compute(self._hello, team.tier.terms(team_id), queue)
+        return self._known[key]
+
+    def of_tier(self, name: str) -> MaxPause:
+        """The longest of the tier's teams."""
+        pauses = [self.of_team(team.team_id) for team in self._teams.values() if team.tier.name == name]
+        if not pauses:
+            return MaxPause(None, reason=NO_ENGINE if self._hello is None else NO_TEAM)
+        return max(pauses, key=lambda pause: (pause.full_us or 0, pause.queue or 0))
+
+    def _compute(self, hello: Hello, terms: TeamTerms, queue: int) -> MaxPause:
+        constants = hello.constants
+        if constants is None:
+            return MaxPause(queue, reason=f"the policy {hello.policy} bounds no pause")
+        if not constants.promotion_percent:
+            return MaxPause(queue, reason=NO_PROMOTION)
+        if not terms.promotion_burst_grants:
+            return MaxPause(queue, reason=NO_GRANT)
+        config = PolicyConfig(
+            levels=constants.levels,
+            base_quantum_us=constants.base_quantum_us,
+            fairness_window_us=constants.fairness_window_us,
+            step_cost_max_us=constants.step_cost_max_us,
+            promotion_percent=constants.promotion_percent,
+            grant_us=constants.grant_us,
+        )
+        full, empty = (
+            pause_bound_us(
+                config,
+                self._table,
+                terms.team_id,
+                num_ahead,
+                constants.upload_max_us,
+                is_short=True,
+                rate_percent=constants.rate_percent,
+            )
+            for num_ahead in (max(0, queue - 1), 0)
+        )
+        return MaxPause(queue, full, empty)

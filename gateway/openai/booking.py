@@ -1,0 +1,184 @@
+"""What a request's end means in tokens and in its ledger row. Pure: facts in, numbers out."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.wire.messages import Hello, ServiceSamples
+from gateway.errors import GatewayError
+from gateway.link.client import RequestStream
+from tenants.rows import (
+    SIMULATED_PREFIX,
+    InterferenceRow,
+    LedgerRow,
+    OpenEntry,
+    Outcome,
+    SampleRow,
+    ServiceSampleRow,
+    StepSampleRow,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended, as its ledger row says it."""
+
+    outcome: Outcome
+    finish_reason: str | None = None
+    error_code: str | None = None
+    is_refusal: bool = False  # of ours: a request that never ran is then given back
+
+
+UNEXPECTED = Ending("error", error_code="internal_error")
+CLIENT_CLOSED = Ending("client_closed", error_code="client_closed")
+SHUTDOWN = Ending("shutdown", error_code="draining", is_refusal=True)
+
+
+def ending_of(error: GatewayError) -> Ending:
+    """The ending that an error answer stands for."""
+    if error.code == "queue_timeout":
+        return Ending("timeout", error_code=error.code, is_refusal=True)
+    if error.code == "draining":
+        return SHUTDOWN
+    return Ending("error", error_code=error.code, is_refusal=error.status < 500 or error.status == 503)
+
+
+def booked_engine_id(hello: Hello) -> str:
+    """The engine as ledger rows name it: with a mark where no model computes, so that every report can tell."""
+    return SIMULATED_PREFIX + hello.engine_id if hello.is_simulated else hello.engine_id
+
+
+def has_run(stream: RequestStream) -> bool:
+    """It was in at least one step."""
+    return stream.num_tokens > 0 or stream.device_us > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one request used: one number for its quota, its ledger row, the reports, the metrics and the next start.
+
+    The row tells it: the outcome of a request that is given back (None in place of a Use) is in
+    `tenants.rows.GIVEN_BACK`, and its row has no tokens (`tenants.reports.queries.IS_REQUEST`).
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """What the team's tokens of the minute are settled at."""
+        return self.prompt_tokens + self.output_tokens
+
+
+def use_of(entry: OpenEntry, stream: RequestStream | None, ending: Ending) -> Use | None:
+    """What the request used, or None when it is given back whole, its place in the minute too.
+
+    * A request that was in a step used its whole prompt, however far its prefill came, and the output generated.
+    * A request that never ran used no tokens. Its place in the minute stays taken if its client left it or if it
+      failed by itself; it is given back if we refused it (queue full, queue timeout, engine lost, shutdown).
+    * While the engine's word on an abandoned request is not known, its prompt counts as computed.
+    """
+    if stream is not None and has_run(stream):
+        return Use(entry.prompt_tokens, stream.finished.output_tokens if stream.finished else stream.num_tokens)
+    if ending.is_refusal:
+        return None
+    if ending.outcome == "client_closed" and stream is not None and not stream.is_over:
+        return Use(entry.prompt_tokens, 0)
+    return Use(0, 0)
+
+
+def ledger_row(
+    entry: OpenEntry,
+    stream: RequestStream | None,
+    ending: Ending,
+    *,
+    finished_at_us: int,
+    first_token_at_us: int | None,
+) -> LedgerRow:
+    """The request's one row. The engine's own count wins; without it, what was received of it."""
+    opened = {name: getattr(entry, name) for name in OpenEntry.__slots__}
+    use = use_of(entry, stream, ending)
+    opened["prompt_tokens"] = use.prompt_tokens if use is not None else 0
+    outcome: Outcome = "refused" if use is None and ending.outcome != "timeout" else ending.outcome
+    finished = stream.finished if stream is not None else None
+    if stream is None or finished is None:
+        return LedgerRow(
+            **opened,
+            first_token_at_us=first_token_at_us,
+            finished_at_us=finished_at_us,
+            output_tokens=stream.num_tokens if stream is not None else 0,
+            device_us=stream.device_us if stream is not None else 0,
+            level_path=str(stream.level) if stream is not None and has_run(stream) else "",
+            outcome=outcome,
+            finish_reason=ending.finish_reason,
+            error_code=ending.error_code,
+        )
+    admitted = entry.admitted_at_us
+    return LedgerRow(
+        **opened,
+        started_at_us=admitted + finished.queued_us if has_run(stream) else None,
+        first_token_at_us=admitted + finished.first_token_us if finished.output_tokens else None,
+        finished_at_us=finished_at_us,
+        cached_tokens=finished.cached_tokens,
+        output_tokens=finished.output_tokens,
+        device_us=finished.device_us,
+        level_path=">".join(map(str, finished.level_path)),
+        num_preemptions=finished.num_preemptions,
+        num_swaps=finished.num_swaps,
+        num_recomputes=finished.num_recomputes,
+        num_promotions=finished.num_promotions,
+        work_us=finished.work_us,
+        overhead_us=finished.overhead_us,
+        longest_pause_us=finished.longest_pause_us,
+        pause_bound_us=finished.pause_bound_us,
+        outcome=outcome,
+        finish_reason=ending.finish_reason,
+        error_code=ending.error_code,
+    )
+
+
+def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
+    """One interval of the engine's samples, which ended at `at_us`, as the rows it is booked in."""
+    rows: list[SampleRow] = []
+    for team in samples.teams:
+        values = msgspec.structs.asdict(team)
+        del values["waiting_levels"]  # for metrics only
+        rows.append(
+            ServiceSampleRow(at_us=at_us, interval_ms=samples.interval_ms, lag_bound_us=samples.lag_bound_us, **values)
+        )
+    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
+    rows.append(
+        StepSampleRow(
+            at_us=at_us,
+            interval_ms=samples.interval_ms,
+            stall_us=samples.stall_us,
+            replayed_tokens=samples.replayed_tokens,
+        )
+    )
+    return rows
+
+
+def log_fields(row: LedgerRow) -> dict[str, object]:
+    """The one log line of an ended request: ids, counts and waits; no prompt, no key."""
+    started = row.started_at_us
+    return {
+        "request_id": row.request_id,
+        "key_public_id": row.key_public_id,
+        "team": row.team,
+        "tier": row.tier,
+        "endpoint": row.endpoint,
+        "outcome": row.outcome,
+        "finish_reason": row.finish_reason,
+        "error_code": row.error_code,
+        "prompt_tokens": row.prompt_tokens,
+        "output_tokens": row.output_tokens,
+        "device_us": row.device_us,
+        "queue_ms": None if started is None else (started - row.admitted_at_us) // 1000,
+        "total_ms": (row.finished_at_us - row.received_at_us) // 1000,
+        "levels": row.level_path,
+        "preemptions": row.num_preemptions,
+        "swaps": row.num_swaps,
+        "recomputes": row.num_recomputes,
+        "promotions": row.num_promotions,
+        "longest_pause_ms": row.longest_pause_us // 1000,
+    }

@@ -1,0 +1,21 @@
+"""How the bounds on request bodies fit together. `gateway.prepare.preparation` says what they are for."""
+
+SMALL_PART = 4  # one part of so many of each bound is for small bodies alone
+
+
+def body_bounds(*, max_body_bytes: int, small_bytes: int, team_bytes: int, total_bytes: int) -> tuple[int, int]:
+    """Bytes in preparation (of one team, in all); 0 becomes a default that fits the other numbers.
+
+    Raises ValueError when the largest body would never fit, or when one team could take all that there is.
+    """
+    team_bytes = team_bytes or max(3 * max_body_bytes, SMALL_PART * small_bytes)
+    total_bytes = total_bytes or 4 * team_bytes
+    if team_bytes // SMALL_PART < small_bytes:
+        raise ValueError(f"{team_bytes} bytes of one team are less than {SMALL_PART} bodies of {small_bytes} bytes")
+    if team_bytes - team_bytes // SMALL_PART < max_body_bytes:
+        raise ValueError(
+            f"a body of {max_body_bytes} bytes never fits into three quarters of one team's {team_bytes} bytes"
+        )
+    if total_bytes < 2 * team_bytes:
+        raise ValueError(f"{total_bytes} bytes in all are less than those of two teams, {team_bytes} bytes each")
+    return team_bytes, total_bytes

@@ -1,0 +1,283 @@
+"""The books every policy keeps: teams, live sequences, levels and lag. A policy adds only the order of picking.
+
+FCFS keeps them too, so that reports and the fairness test read the same figures whatever the order was.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from fractions import Fraction
+from operator import attrgetter
+
+from policies.config import PolicyConfig
+from policies.lag import LagMeter, TeamShare, learn_cost
+from policies.levels import Levels, RankedSequence
+from policies.next_turn import TurnEstimator
+from policies.promotion import Promotions
+from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+
+
+class MeteredPolicy:
+    """All of `policies.policy.Policy` but the picking. Pure: state changes only in calls, the same calls give the
+    same answers. A call out of turn is a bug and fails an assertion.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._levels = Levels(config)
+        self._is_coast_on = config.coast
+        self._meter = LagMeter(config)
+        self._promotions = Promotions(config)
+        self._turns = TurnEstimator(self._levels, self._meter, self._promotions)
+        self._now_us = 0  # of the latest call that tells the time
+        self._sequences: dict[int, RankedSequence] = {}
+        self._step = 0  # the latest step; 0 is none yet
+        self._planned: list[TeamShare] = []  # teams active when the step was planned
+        self._taken: list[TeamShare] = []  # teams with sequences in the latest step
+        self._rows: list[tuple[RankedSequence, Served]] = []  # the latest settled step
+        self._is_settled = True
+        self._fresh: dict[RankedSequence, None] = {}  # never taken, and not known to be refused
+
+    def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
+        """Replace the table of teams. Raises ValueError for weights that are not positive integers."""
+        assert self._is_settled, "configure within a step"
+        if self._meter.configure(teams):
+            self._promotions.configure(self._meter.teams.values(), now_us)
+
+    def arrive(self, sequence: SequenceTerms, now_us: int) -> int:
+        """Take in a new sequence and return its level; it is a candidate from the next step on. Not while picking.
+
+        Raises KeyError for an unknown team, ValueError for a known sequence.
+        """
+        team = self._meter.teams.get(sequence.team_id)
+        if team is None or not team.is_configured:
+            raise KeyError(f"unknown team {sequence.team_id}")
+        if sequence.seq_id in self._sequences:
+            raise ValueError(f"sequence {sequence.seq_id} is here already")
+        start_level = max(sequence.start_level, team.terms.start_level)
+        ranked = self._levels.admit(sequence.seq_id, team, sequence.prefill_work_us, start_level)
+        self._sequences[sequence.seq_id] = ranked
+        self._fresh[ranked] = None
+        self._meter.enter(team)
+        self._promotions.watch(ranked, now_us)
+        return ranked.level
+
+    def fits_again(self, seq_id: int) -> None:
+        """Were it still counted as refused, the gate would be open for the others, and one in a low level never tried.
+
+        Raises KeyError for one that is not here.
+        """
+        assert self._is_settled, "fits_again within a step"
+        sequence = self._sequences[seq_id]
+        if sequence.is_refused:
+            was_able = sequence.team.is_able
+            sequence.is_refused = False
+            sequence.team.num_refused -= 1
+            self._meter.forget_refusal()
+            if not was_able:
+                self._meter.turn_able(sequence.team)
+            if sequence.step == 0:
+                self._fresh[sequence] = None
+
+    def begin(self, now_us: int) -> None:
+        """Start picking for one step. Grants of promotion are given out here."""
+        assert self._is_settled, "begin before the last step was settled"
+        self._is_settled = False
+        self._now_us = now_us
+        self._promotions.begin(now_us)
+        self._step += 1
+        self._planned = self._meter.active.copy()
+        for team in self._taken:
+            team.num_taken = 0
+        self._taken = []
+
+    def _book_taken(self, sequence: RankedSequence, work_us: int) -> None:
+        """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""
+        team = sequence.team
+        if sequence.step == 0:
+            team.num_started += 1
+            self._fresh.pop(sequence, None)
+        sequence.step = self._step
+        if team.num_taken == 0:
+            self._taken.append(team)
+        team.num_taken += 1
+        expected = work_us * team.cost_average // team.work_average * team.unit
+        team.provisional += expected
+        team.lag += expected
+        if sequence.is_refused:
+            sequence.is_refused = False
+            team.num_refused -= 1
+            self._meter.num_refused -= 1
+
+    def refuse_new(self) -> None:
+        """Book every sequence that was never taken as refused. Costs only what has arrived since the last such call."""
+        for sequence in list(self._fresh):
+            self._book_refused(sequence)
+
+    def set_away(self, seq_id: int, is_away: bool) -> None:
+        """Only noted, for `refuse_away`. Raises KeyError for one that is not here."""
+        sequence = self._sequences[seq_id]
+        sequence.team.num_away += is_away - sequence.is_away
+        sequence.is_away = is_away
+
+    def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
+        """Orders without shares do not tell teams apart."""
+        return None
+
+    def _book_refused(self, sequence: RankedSequence) -> None:
+        if not sequence.is_refused:
+            self._fresh.pop(sequence, None)
+            sequence.is_refused = True
+            sequence.team.num_refused += 1
+            self._meter.num_refused += 1
+
+    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+        """The step has run: the meter first, then the levels, then the mode of teams with completions. Sequences that
+        ended leave after this.
+        """
+        assert not self._is_settled, "settle without begin"
+        self._is_settled = True
+        self._now_us = now_us
+        sequences = self._sequences
+        rows = [(sequences[row.seq_id], row) for row in served]
+        costs = [row.cost_us for row in served]
+        for sequence, row in rows:
+            team = sequence.team
+            team.step_cost += row.cost_us
+            team.step_work += row.work_us
+        for team in self._taken:
+            team.lag -= team.provisional
+            team.provisional = 0
+        billed = self._taken
+        total = sum(costs)
+        if overheads:
+            billed = billed.copy()
+            total += self._bill(overheads, billed)
+        self._meter.settle(self._planned, self._step, total, max(costs, default=0))
+        for team in billed:
+            team.served_us += team.step_cost
+            learn_cost(team)
+            team.step_cost = team.step_work = team.step_overhead = 0
+        self._rows = rows
+        self._levels.charge(rows, now_us, self._promotions)
+        if self._is_coast_on:
+            for sequence in [sequence for sequence, row in rows if row.has_finished]:
+                team = sequence.team
+                if team.coast.complete(sequence.attained):
+                    team.levels.set_coasting(team.coast.is_coasting)
+
+    def _bill(self, overheads: Sequence[Overhead], billed: list[TeamShare]) -> int:
+        """Put overheads on their teams' part of the step; returns what that adds to the step's cost, and adds to
+        `billed` the teams that ran nothing.
+
+        A team that has left since it caused a copy is not entitled to a part of the step, so its bill is debt that it
+        brings along when it returns, and no part of what the others share.
+        """
+        total = 0
+        planned = set(self._planned)
+        for overhead in overheads:
+            team = self._meter.account(overhead.team_id)
+            team.overhead_us += overhead.cost_us
+            if team in planned:
+                total += overhead.cost_us
+                team.step_cost += overhead.cost_us
+                team.step_overhead += overhead.cost_us
+                if team not in billed:
+                    billed.append(team)
+            else:
+                team.lag += overhead.cost_us * team.unit
+                team.served_us += overhead.cost_us
+                team.was_active = True
+        return total
+
+    def leave(self, seq_id: int, now_us: int) -> None:
+        """A sequence ended. Between steps only; raises KeyError for one that is not here."""
+        assert self._is_settled, "leave within a step"
+        sequence = self._sequences.pop(seq_id)
+        team = sequence.team
+        team.levels.remove(sequence)
+        self._promotions.forget(sequence)
+        self._fresh.pop(sequence, None)
+        team.num_away -= sequence.is_away
+        if sequence.step:  # before the first step that number is 0, as is that of one never taken
+            team.num_started -= 1
+            team.num_taken -= sequence.step == self._step
+        if sequence.is_refused:
+            team.num_refused -= 1
+            self._meter.num_refused -= 1
+        self._meter.exit(team)
+
+    def swapped_in(self, seq_id: int) -> None:
+        """Its blocks are back: it is no longer refused, and its minimum run begins."""
+        self.fits_again(seq_id)
+        if self._config.min_run_steps:
+            sequence = self._sequences[seq_id]
+            sequence.min_run_left = self._config.min_run_steps
+            sequence.team.levels.keep(sequence)
+
+    def is_protected(self, seq_id: int) -> bool:
+        """It has not yet run `min_run_steps` steps since its upload."""
+        return self._sequences[seq_id].min_run_left > 0
+
+    def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
+        """By `policies.next_turn`. Raises KeyError for a sequence that is not here."""
+        return self._turns.turns([self._sequences[seq_id] for seq_id in seq_ids], slots, now_us)
+
+    def over_served(self, team_ids: Iterable[int]) -> list[int]:
+        """By lag, the greatest first."""
+        teams = self._meter.teams
+        lags = {team_id: (team := teams[team_id]).lag - team.provisional for team_id in team_ids}
+        return sorted(lags, key=lambda team_id: (-lags[team_id], team_id))
+
+    def is_band_wide(self) -> bool:
+        """Two able teams' lags may differ by 2 Theta + 4u, not only by Theta + 2u."""
+        return self._meter.is_short
+
+    @property
+    def forgiven_us(self) -> tuple[int, int]:
+        """Cumulative, as cost: debt that teams were let off so that the band holds, and credit taken from those that
+        could not run. What the bound on lags costs in service that nobody is owed any more.
+        """
+        return self._meter.forgiven_us, self._meter.lifted_us
+
+    def num_promotions(self, seq_id: int) -> int:
+        """Grants that a live sequence has had. Raises KeyError for one that is not here."""
+        return self._sequences[seq_id].num_promotions
+
+    def level(self, seq_id: int) -> int:
+        """The present level of a live sequence. Raises KeyError for one that is not here."""
+        return self._sequences[seq_id].level
+
+    def team_service(self) -> list[TeamService]:
+        """Running totals of every team that was ever active, by team_id. The lag of an inactive team reads 0."""
+        meter = self._meter
+        least = meter.band()[0] if meter.active else 0
+        teams = [team for team in meter.teams.values() if team.was_active]
+        teams.sort(key=attrgetter("team_id"))
+        waiting = {team: list(map(len, team.levels.queues)) for team in teams if team.num_live}
+        for sequence, _ in self._rows:
+            if sequence.seq_id in self._sequences:
+                waiting[sequence.team][sequence.level] -= 1
+        return [self._service(team, least, waiting.get(team, ())) for team in teams]
+
+    def _service(self, team: TeamShare, least: int, waiting_levels: Iterable[int]) -> TeamService:
+        budget = self._promotions.budget(team)
+        return TeamService(
+            team_id=team.team_id,
+            served_us=team.served_us,
+            entitled_us=team.entitled_us,
+            backlogged_us=team.backlogged_us,
+            waiting=team.num_live - team.num_taken,
+            running=team.num_taken,
+            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
+            promotions=budget.num_grants if budget else 0,
+            is_coasting=team.levels.is_coasting,
+            exhausted=budget.exhausted if budget else 0,
+            budget_us=budget.held_us(self._now_us) if budget else 0,
+            starving=len(budget.queue) if budget else 0,
+            promoted_us=budget.promoted_us if budget else 0,
+            overhead_us=team.overhead_us,
+            waiting_levels=tuple(waiting_levels),
+        )
+
+    def lags(self) -> dict[int, Fraction]:
+        """D of every active team, exact, in cost-microseconds per unit of weight. Between steps only."""
+        return {team.team_id: Fraction(team.lag, self._meter.scale) for team in self._meter.active}

@@ -1,0 +1,422 @@
+"""Shares between teams: the lag meter D, the rule of joining, and the floor for teams that cannot run.
+
+For each step, every active team has a demand d (what it was served, and a step of each sequence left out) and an
+entitlement e: the max-min fair part of the step's cost C under the teams' weights, e = min(d, weight * v), sum e = C.
+Then D += (served - e) / weight. So unused share makes no debt, a satisfied team banks no credit, time spent idle
+changes nothing, and the sum of weight * D never changes. The gate in `policies.eg_mlfq` lets a team run while its D is
+within Theta of the least, which keeps any two teams that could run within Theta + 2u, u being the most that one
+sequence costs in one step over the least weight (`docs/scheduling.md`; the meter is EEVDF's -lag with weights that
+know the demand, after the counters of VTC, Sheng et al., OSDI'24).
+
+All of it is exact. D is kept times `scale`, a common multiple of the weights, so that one microsecond of cost over any
+weight is an integer. Entitlements are whole microseconds; what rounding leaves over goes to the lowest team ids.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Collection, Iterable
+from fractions import Fraction
+
+from policies.coast import CoastMode
+from policies.config import PolicyConfig
+from policies.levels import LevelQueues, RankedSequence
+from policies.sequences import TeamTerms
+
+_FORGET_SHIFT = 3  # a step's weight in the moving averages is 1/8
+
+
+def step_width(config: PolicyConfig, weights: Collection[int]) -> Fraction:
+    """u, in cost-microseconds per unit of weight: one sequence's most in one step over the least weight."""
+    return Fraction(config.step_cost_max_us, min(weights))
+
+
+def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
+    """Theta for a table of teams with these weights, in cost-microseconds per unit of weight; None is infinite."""
+    if not config.is_gated:
+        return None
+    if config.theta_us is not None:
+        return Fraction(config.theta_us)
+    window = Fraction(config.fairness_window_us, sum(weights))
+    return max(window, Fraction(config.quantum_cost_us, min(weights)))
+
+
+def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool = False) -> Fraction | None:
+    """The most that D of two able teams differs, at any number of slots: Theta + 2u; None is no bound.
+
+    `is_short`: while sequences are refused for blocks it is twice that, 2 Theta + 4u. Where cost is not known
+    beforehand the error of one estimate, times the slots, over the least weight comes on top; so does what copies cost
+    a team beyond its rows.
+    """
+    theta = gate_width(config, weights)
+    return None if theta is None else (theta + 2 * step_width(config, weights)) * (1 + is_short)
+
+
+class TeamShare:
+    """One team's account. Written by `LagMeter`, and by the policy while it picks."""
+
+    __slots__ = (
+        "backlogged_us",
+        "coast",
+        "cost_average",
+        "entitled_us",
+        "is_configured",
+        "lag",
+        "left_at",
+        "levels",
+        "num_away",
+        "num_live",
+        "num_refused",
+        "num_started",
+        "num_taken",
+        "overhead_us",
+        "provisional",
+        "served_us",
+        "step_cost",
+        "step_overhead",
+        "step_work",
+        "team_id",
+        "terms",
+        "unit",
+        "was_active",
+        "weight",
+        "work_average",
+    )
+
+    def __init__(self, terms: TeamTerms, config: PolicyConfig) -> None:
+        self.team_id = terms.team_id
+        self.terms = terms
+        self.weight = terms.weight
+        self.is_configured = True
+        self.levels = LevelQueues(config)
+        self.coast = CoastMode(config)
+        self.unit = 1  # scale / weight: what a microsecond of cost adds to `lag`
+        self.lag = 0  # D times scale, with `provisional` while a step is being picked
+        self.provisional = 0  # the part of `lag` that is only expected so far
+        self.left_at = 0  # virtual time, times scale, when it last became inactive
+        self.num_live = 0
+        self.num_refused = 0  # of the live ones, those refused when last tried
+        self.num_away = 0  # of the live ones, those whose KV is not on the device
+        self.num_started = 0  # of the live ones, those taken at least once
+        self.num_taken = 0  # of the live ones, those in the latest step
+        self.step_cost = 0  # of its rows, and its overheads
+        self.step_overhead = 0
+        self.step_work = 0
+        self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work
+        self.work_average = 1
+        self.served_us = 0
+        self.overhead_us = 0
+        self.entitled_us = 0
+        self.backlogged_us = 0
+        self.was_active = False
+
+    @property
+    def is_able(self) -> bool:
+        """It has a sequence that was not refused when last tried."""
+        return self.num_live > self.num_refused
+
+    def expected_cost(self, work_us: int) -> int:
+        """What `work_us` will probably be charged, by the team's own recent steps."""
+        return work_us * self.cost_average // self.work_average
+
+
+class LagMeter:
+    """Owns the teams' accounts, which of them are active, Theta, u and virtual time."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self.teams: dict[int, TeamShare] = {}
+        self.active: list[TeamShare] = []  # by team_id
+        self.scale = 1
+        self.theta: int | None = 0 if config.is_gated else None  # times scale; None is infinite
+        self.step_max = 0  # u times scale
+        self.num_refused = 0  # of all live sequences
+        self.forgiven_us = 0  # cumulative: debt cut from teams, as cost
+        self.lifted_us = 0  # cumulative: credit taken from teams that could not run, as cost
+        self._satisfied: list[TeamShare] = []  # in the latest step
+        self._was_short = False  # sequences have been refused, and not all teams are back in the band since
+        self._virtual_time = 0  # times scale
+        self._band: tuple[int, int] | None = None  # least and most lag of the able teams, while known
+
+    # -- the table of teams ------------------------------------------------------------------------------------------
+
+    def configure(self, table: Iterable[TeamTerms]) -> bool:
+        """Replace the table. An unchanged table changes nothing, and the answer is False. Otherwise scale, Theta and u
+        follow the new weights, and no team keeps more lag than the new band allows: D <- min(D, min D + Theta + u).
+
+        Teams that vanish keep their terms while they have sequences; their accounts go at a later change.
+        Raises ValueError for a weight that is not a positive integer, or a team named twice.
+        """
+        terms_by_id: dict[int, TeamTerms] = {}
+        for terms in table:
+            if terms.weight < 1:
+                raise ValueError(f"team {terms.team_id} has weight {terms.weight}; weights are positive integers")
+            if terms.team_id in terms_by_id:
+                raise ValueError(f"team {terms.team_id} is in the table twice")
+            terms_by_id[terms.team_id] = terms
+        if terms_by_id == {t.team_id: t.terms for t in self.teams.values() if t.is_configured}:
+            return False
+        for team in list(self.teams.values()):
+            if team.team_id not in terms_by_id:
+                if not team.is_configured and team.num_live == 0:
+                    del self.teams[team.team_id]
+                team.is_configured = False
+        for terms in terms_by_id.values():
+            team = self.teams.setdefault(terms.team_id, TeamShare(terms, self._config))
+            team.terms, team.weight, team.is_configured = terms, terms.weight, True
+        self._rescale(sum(terms.weight for terms in terms_by_id.values()))
+        self._clip()
+        return True
+
+    def _rescale(self, configured_weight: int) -> None:
+        """Choose the least scale that keeps every D exact under the present weights, and what follows from it."""
+        teams = self.teams.values()
+        if not teams:
+            return
+        weights = math.lcm(*(team.weight for team in teams))
+        scale = math.lcm(self.scale, weights)
+        factor = scale // self.scale
+        spare = math.gcd(scale // weights, *(team.lag * factor for team in teams))
+        scale //= spare
+        for team in teams:
+            team.lag = team.lag * factor // spare
+            team.left_at = team.left_at * factor // spare
+            team.unit = scale // team.weight
+        self._virtual_time = self._virtual_time * factor // spare
+        self.scale = scale
+        least_weight = min(team.weight for team in teams)
+        config = self._config
+        self.step_max = config.step_cost_max_us * (scale // least_weight)
+        if not config.is_gated:
+            self.theta = None
+        elif config.theta_us is not None:
+            self.theta = config.theta_us * scale
+        else:
+            window = config.fairness_window_us * scale // max(1, configured_weight)
+            self.theta = max(window, config.quantum_cost_us * (scale // least_weight))
+
+    def account(self, team_id: int) -> TeamShare:
+        """A team's account. One whose account has gone with its last sequence gets a new one, until the next change."""
+        team = self.teams.get(team_id)
+        if team is None:
+            team = self.teams[team_id] = TeamShare(TeamTerms(team_id), self._config)
+            team.is_configured = False
+            team.unit = self.scale
+            team.left_at = self._virtual_time
+        return team
+
+    def _clip(self) -> None:
+        self._band = None
+        if self.theta is None or not self.active:
+            return
+        most = self.band()[0] + self.theta + self.step_max
+        for team in self.active:
+            team.lag = min(team.lag, most)
+        self._band = None
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def band(self) -> tuple[int, int]:
+        """Least and most lag over the able teams, or over the active ones when none is able. Some team is active."""
+        if self._band is None:
+            lags = [team.lag - team.provisional for team in self.active if team.num_live > team.num_refused]
+            lags = lags or [team.lag - team.provisional for team in self.active]
+            self._band = min(lags), max(lags)
+        return self._band
+
+    def enter(self, team: TeamShare) -> None:
+        """A sequence of `team` has arrived. If that makes the team active: JOIN.
+
+        Debt is worked off by virtual time spent away, never forgiven by leaving; credit is never gained by it.
+        """
+        team.num_live += 1
+        if team.num_live > 1:
+            if team.num_live == team.num_refused + 1:
+                self.turn_able(team)
+            return
+        team.was_active = True
+        if not self.active:
+            for other in self.teams.values():
+                other.lag = 0
+            self._band = 0, 0
+        else:
+            least, most = self.band()
+            team.lag = max(team.lag - (self._virtual_time - team.left_at), least)
+            if self.theta is not None:
+                team.lag = min(team.lag, max(most, least + self.theta + self.step_max))
+            # Where teams cannot run, the newcomer may change which ones the band is taken over.
+            self._band = None if self.num_refused else (least, max(most, team.lag))
+        insort(self.active, team, key=_team_id)
+
+    def exit(self, team: TeamShare) -> None:
+        """A sequence of `team` has ended. If it was the last, the team is no longer active."""
+        team.num_live -= 1
+        if team.num_live == 0:
+            team.left_at = self._virtual_time
+            self.active.remove(team)
+        self._band = None
+
+    def forget_refusal(self) -> None:
+        """One sequence less counts as refused; its team may have turned able by that."""
+        self.num_refused -= 1
+        self._band = None
+
+    def turn_able(self, team: TeamShare) -> None:
+        """Between steps, a sequence of a team that could not run may run: the team is not further behind than those
+        are who could, once a step is over.
+        """
+        self._band = None
+        if self.theta is None:
+            return
+        others = [other.lag for other in self.active if other.is_able and other is not team]
+        if others:
+            self._lift(team, max(others) - 2 * (self.theta + 2 * self.step_max))
+
+    # -- a step's bill -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Sequences are refused, or not all teams are back in the narrow band since: lags may lie in the wide one."""
+        return self.num_refused > 0 or self._was_short
+
+    def settle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int) -> None:
+        """Book a step that cost `cost_us`, of which each planned team's part is its `step_cost`; no one sequence cost
+        more than `largest_us`. `planned` are the teams active when the step was planned, by team_id; sequences with
+        this `step` were in it.
+        """
+        if cost_us > 0:
+            weight = sum([team.weight for team in planned])
+            self._virtual_time += cost_us * self.scale // weight
+            self._entitle(planned, weight, step, cost_us, largest_us)
+        self._band = None
+        if self._satisfied:
+            self._cut_the_satisfied(planned)
+        if self.num_refused or self._was_short:
+            self._cut_everybody()
+        if self.num_refused:
+            self._lift_the_unable()
+
+    def _entitle(self, planned: list[TeamShare], weight: int, step: int, cost_us: int, largest_us: int) -> None:
+        """Water-filling: teams whose demand is below their part get all of it, the others share the rest by weight.
+
+        A team with sequences left out demands at least `largest_us` for each. That lower bound nearly always decides;
+        the exact demand is summed only for a team that the bound would leave satisfied.
+        """
+        rest = cost_us
+        satisfied = self._satisfied
+        for team in planned:
+            if team.num_live > team.num_taken:
+                team.backlogged_us += cost_us
+        thirsty = planned
+        while True:
+            unsatisfied = []
+            for team in thirsty:
+                left_out = team.num_live - team.num_taken
+                demand = team.step_cost + left_out * largest_us
+                if demand * weight <= team.weight * rest:
+                    if left_out:
+                        demand = _demand(team, step, cost_us, largest_us)
+                    if demand * weight <= team.weight * rest:
+                        rest -= demand
+                        weight -= team.weight
+                        team.entitled_us += demand
+                        team.lag += (team.step_cost - demand) * team.unit
+                        satisfied.append(team)
+                        continue
+                unsatisfied.append(team)
+            if len(unsatisfied) == len(thirsty):
+                break
+            thirsty = unsatisfied
+        if not thirsty:
+            return
+        parts = [team.weight * rest // weight for team in thirsty]
+        over = rest - sum(parts)
+        for team, part in zip(thirsty, parts, strict=True):
+            if over:
+                part += 1
+                over -= 1
+            team.entitled_us += part
+            team.lag += (team.step_cost - part) * team.unit
+
+    def _cut_the_satisfied(self, planned: list[TeamShare]) -> None:
+        """No satisfied team stays above the band.
+
+        With many slots a team that asks for little is satisfied by less than what the others are entitled to. Then D of
+        the others may fall, when one of them runs ahead of another and leaves, while that of the satisfied one stays;
+        and it would be locked out for what a third team got.
+        """
+        satisfied, self._satisfied = self._satisfied, []
+        if self.theta is None:
+            return
+        width = self.theta + 2 * self.step_max
+        greatest = max([team.lag for team in satisfied])
+        if greatest <= min([team.lag for team in planned]) + width or greatest <= self.band()[0] + width:
+            return
+        most = self.band()[0] + width
+        for team in satisfied:
+            self._forgive(team, most)
+        self._band = None
+
+    def _forgive(self, team: TeamShare, most: int) -> None:
+        if team.lag > most:
+            self.forgiven_us += (team.lag - most) // team.unit
+            team.lag = most
+
+    def _cut_everybody(self) -> None:
+        """Where sequences are refused, nobody's debt goes beyond the band.
+
+        A team that can run only some of its sequences is still entitled to its part, and falls behind without end while
+        the others use what it cannot. Had they to wait until it has caught up, they would be locked out for having kept
+        the device busy. Twice the band, for the less is forgiven, the nearer to its share comes who lacks blocks.
+        """
+        self._was_short = self.num_refused > 0
+        if self.theta is None or not self.active:
+            return
+        width = self.theta + 2 * self.step_max
+        least = self.band()[0]
+        for team in self.active:
+            if team.lag > least + width:
+                self._was_short = True  # until all are back in the band that holds without refusals
+                self._forgive(team, least + 2 * width)
+                self._band = None
+
+    def _lift_the_unable(self) -> None:
+        """A team that cannot run falls behind without end, and would open the gate for everybody else."""
+        if self.theta is None or not any(team.is_able for team in self.active):
+            return
+        floor = self.band()[0] - self.theta - self.step_max
+        for team in self.active:
+            if not team.is_able:
+                self._lift(team, floor)
+
+    def _lift(self, team: TeamShare, least: int) -> None:
+        if team.lag < least:
+            self.lifted_us += (least - team.lag) // team.unit
+            team.lag = least
+
+
+def _team_id(team: TeamShare) -> int:
+    return team.team_id
+
+
+def _demand(team: TeamShare, step: int, enough: int, largest_us: int) -> int:
+    """served + sum over the sequences left out of max(largest cost in this step, its own expected cost). Summing stops
+    at `enough`, the whole step's cost: more demand than that changes nothing.
+
+    The own expected cost keeps a team of long steps from being judged by the short steps that ran instead.
+    """
+    demand = team.step_cost
+    sequence: RankedSequence
+    for sequence in team.levels.walk():
+        if sequence.step != step:
+            demand += max(largest_us, team.expected_cost(sequence.next_work))
+            if demand >= enough:
+                break
+    return demand
+
+
+def learn_cost(team: TeamShare) -> None:
+    """Fold the step's cost and work into the team's averages, in integers so that replays agree."""
+    if not team.step_work:
+        return  # replayed tokens only
+    team.cost_average += team.step_cost - team.step_overhead - (team.cost_average >> _FORGET_SHIFT)
+    team.work_average += team.step_work - (team.work_average >> _FORGET_SHIFT)

@@ -86,7 +86,7 @@ class Play:
         """Open loop: a request is handed in at its time, or right after the step that was running then."""
         team_ids = {team: number for number, team in enumerate(sorted({row.team for row in self._trace}), start=1)}
         self._core.configure(ConfigureTeams(teams=tuple(_terms(team, team_ids[team]) for team in team_ids)))
-        pool = self._core.scheduler.pool
+        pool = self._core.scheduler.memory.device
         start_us, arrived = self._clock.now_us(), 0
         while arrived < len(self._trace) or self._core.has_work:
             now_us = self._clock.now_us() - start_us

@@ -1,14 +1,22 @@
-"""Requests and their sequences: what was asked, where it stands, and the one table of legal status changes.
+"""Requests and their sequences: what was asked, and where it stands.
 
-A `Request` is one HTTP call and never changes. A `Sequence` is one row of a batch: it has one status, one block table
-and one seed. Only the scheduler writes a sequence's status, and only through `Sequence.move_to`.
+A `Request` is one HTTP call and never changes. A `Sequence` is one row of a batch: it has one block table and one seed.
+Each part of a sequence has one writer:
+
+* `Sequence` itself: the scheduler (`engine.step.scheduler`);
+* `Sequence.memory`: the KV memory (`engine.memory`);
+* `Sequence.pause`: the promises about pauses (`engine.step.pauses`);
+* `Sequence.bill`: the bills (`engine.memory.billing`).
+
+A sequence's status is nobody's to write: it follows from where the KV is, whether the sequence is in the newest step,
+and whether it has ended.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.blocks import BlockTable
+from engine.memory.holding import Holding, Place
 from engine.wire.messages import FinishReason, SamplingParams
 
 
@@ -25,9 +33,18 @@ class Status(StrEnum):
     FINISHED = "finished"  # ended, with a reason; no blocks left
 
 
+_STATUS_OF: Mapping[Place, Status] = {
+    Place.NOWHERE: Status.WAITING,
+    Place.GOING_OUT: Status.SWAPPING_OUT,
+    Place.HOST: Status.SWAPPED,
+    Place.COMING_BACK: Status.SWAPPING_IN,
+    Place.LOST: Status.DROPPED,
+    Place.RELEASED: Status.FINISHED,
+}
+
 TRANSITIONS: Mapping[Status, tuple[Status, ...]] = {
     Status.WAITING: (Status.RUNNING, Status.FINISHED),
-    Status.RUNNING: (Status.PAUSED, Status.FINISHED),
+    Status.RUNNING: (Status.PAUSED, Status.SWAPPING_OUT, Status.DROPPED, Status.FINISHED),
     Status.PAUSED: (Status.RUNNING, Status.SWAPPING_OUT, Status.DROPPED, Status.FINISHED),
     Status.SWAPPING_OUT: (Status.SWAPPED, Status.DROPPED, Status.FINISHED),
     Status.SWAPPED: (Status.SWAPPING_IN, Status.DROPPED, Status.FINISHED),
@@ -64,69 +81,71 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
+class Pause:
+    """How long a sequence was kept from running, beside what was promised. Times are microseconds."""
+
+    longest_us: int = 0
+    bound_us: int = 0  # the largest bound that held when the sequence began to starve
+    is_starving: bool = False  # its team's starving_after has passed since its latest step
+
+
+@dataclass(slots=True, eq=False)
+class Bill:
+    """What a sequence was charged, in microseconds of device time."""
+
+    device_us: int = 0  # the sum of its charges
+    overhead_us: int = 0  # the part of it for copies and replays that its team caused
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One batch row over its life. `num_computed` counts tokens whose KV is in its blocks."""
+    """One batch row over its life."""
 
     seq_id: int
     request: Request
-    table: BlockTable
-    num_blocks_max: int  # what prompt and clamped max tokens will occupy
+    memory: Holding
     level: int
-    status: Status = Status.WAITING
-    num_computed: int = 0
+    pause: Pause = field(default_factory=Pause)
+    bill: Bill = field(default_factory=Bill)
+    is_running: bool = False  # it is in the newest step
     output_token_ids: list[int] = field(default_factory=list)
     level_path: list[int] = field(default_factory=list)
-    device_us: int = 0  # sum of its charges
     first_step_us: int | None = None
     first_token_us: int | None = None
+    last_us: int = 0  # when its latest step ended; its arrival before
     ended_us: int | None = None
     num_preemptions: int = 0
-    num_refusals: int = 0  # steps since it last ran in which it was refused by itself: its blocks did not fit
-    num_closed_before: int = 0  # the count of closed steps when it came
+    num_promotions: int = 0  # grants it had, once it has ended
+    work_us: int = 0  # stand-alone work of its tokens
     finish_reason: FinishReason | None = None
     error: str = ""  # why, for the reason "error"
-    num_claim: int = 0  # blocks it must be able to have to start (engine.memory.starts)
-    num_claimed: int = 0  # blocks it counts for while it is started
-    num_promised: int = 0  # blocks of its half-computed prompt that it does not have yet, while it is on the device
-    num_wanted: int = 0  # device blocks it wanted when it was last refused
-    replay_to: int = 0  # tokens that had KV when it was dropped: computed again, without sampling
-    displaced_by: int | None = None  # the team that pays its way back, while it is away or replaying
-    displaced_for: int = -1  # the sequence that room was made for
-    num_swaps: int = 0  # times it was moved to the host
-    num_promotions: int = 0  # grants it had, once it has ended
-    num_recomputes: int = 0  # times its KV was dropped
-    work_us: int = 0  # stand-alone work of its tokens
-    overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
-    last_us: int = 0  # when its latest step ended; its arrival before
-    longest_pause_us: int = 0
-    pause_bound_us: int = 0  # largest bound that held when it began to starve
-    is_starving: bool = False  # its team's starving_after has passed since `last_us`
-    min_run_left: int = 0  # steps it is safe in since its upload
-    uploaded_step: int | None = None  # the step before which its latest upload ended
 
-    def move_to(self, status: Status) -> None:
-        """Change status; anything outside `TRANSITIONS` is a bug."""
-        assert status in TRANSITIONS[self.status], f"sequence {self.seq_id}: {self.status} -> {status}"
-        self.status = status
+    @property
+    def status(self) -> Status:
+        """Where the sequence is."""
+        place = self.memory.place
+        if place is Place.DEVICE:
+            return Status.RUNNING if self.is_running else Status.PAUSED
+        return _STATUS_OF[place]
 
     @property
     def is_finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.finish_reason is not None
 
     @property
-    def is_started(self) -> bool:
-        """It has KV somewhere."""
-        return self.status is not Status.WAITING and self.status is not Status.DROPPED
+    def num_computed(self) -> int:
+        """Tokens whose KV is in its blocks."""
+        return self.memory.num_computed
 
     @property
     def num_to_fill(self) -> int:
         """Tokens whose KV it needs before it generates: its prompt, or all that had KV before a drop."""
-        return max(len(self.request.prompt_token_ids), self.replay_to)
+        return max(len(self.request.prompt_token_ids), self.memory.replay_to)
 
     @property
     def is_half(self) -> bool:
         """Its prompt is not whole yet, or not whole again."""
-        return self.num_computed < self.num_to_fill
+        return self.memory.num_computed < self.num_to_fill
 
     @property
     def num_prompt(self) -> int:

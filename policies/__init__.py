@@ -1,0 +1,1 @@
+"""Whose sequence comes next: levels, shares, budgets. Pure: no I/O, no clock, no randomness."""

@@ -1,0 +1,1 @@
+"""Teams, keys, quotas and the ledger, in SQL and in memory."""

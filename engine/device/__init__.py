@@ -1,0 +1,1 @@
+"""The model on a device. Torch is imported here and nowhere else."""

@@ -83,9 +83,14 @@ class Bills:
         if payer is None:
             self.carried_us[team_id] = self.carried_us.get(team_id, 0) + cost_us
         else:
-            payer.device_us += cost_us
-            payer.overhead_us += cost_us
+            payer.bill.device_us += cost_us
+            payer.bill.overhead_us += cost_us
             self._charged[payer.seq_id] = payer
+
+    def charge(self, ran: Iterable[BatchSequence], charges_us: Iterable[int]) -> None:
+        """The rows' own parts of a step."""
+        for sequence, charge_us in zip(ran, charges_us, strict=True):
+            sequence.bill.device_us += charge_us
 
     def close_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
         """The open step is billed whole: what is carried for a team goes to the first of its sequences that `ran`.
@@ -95,8 +100,8 @@ class Bills:
         if self.carried_us:
             for sequence in ran:
                 cost_us = self.carried_us.pop(sequence.request.team_id, 0)
-                sequence.device_us += cost_us
-                sequence.overhead_us += cost_us
+                sequence.bill.device_us += cost_us
+                sequence.bill.overhead_us += cost_us
         if not self._overheads:
             return (), ()
         overheads = [Overhead(team_id, cost_us) for team_id, cost_us in self._overheads.items()]

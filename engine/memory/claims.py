@@ -6,15 +6,16 @@ both pools and hold every other team's starts. Values in, moves out, as in `engi
 
 from collections.abc import Mapping
 
+from engine.memory.holding import Place
 from engine.memory.moves import Move
-from engine.memory.starts import Entry
+from engine.memory.starts import Starts
 from engine.memory.view import MemoryView
-from engine.request import Sequence, Status
+from engine.request import Sequence
 from policies.policy import Policy
 
 
 def make_claims_fit(
-    entry: Entry, view: MemoryView, policy: Policy, weights: Mapping[int, int], num_steps: int
+    starts: Starts, view: MemoryView, policy: Policy, weights: Mapping[int, int], num_steps: int
 ) -> list[Move]:
     """Teams that are more over-served than the holder's, and whose claims are more than their share of the blocks, drop
     KV, on either side, the most over-served team's first and of it the fewest computed tokens. Nobody does when that
@@ -24,21 +25,23 @@ def make_claims_fit(
     where it cannot be done without. Their own team pays for the replay: it holds more than its share of the memory, and
     the holder takes no more than its own.
     """
-    holder = entry.holder
-    if holder is None or holder.is_started:
+    holder = starts.holder
+    if holder is None or holder.memory.is_started:
         return []
-    missing = entry.num_claimed + holder.num_claim - entry.capacity
+    missing = starts.num_claimed + holder.memory.num_claim - starts.capacity
     if missing <= 0:
         return []
     team_id = holder.request.team_id
-    claims = dict.fromkeys(entry.waiting_of, 0)  # by team
+    claims = dict.fromkeys(starts.waiting_of, 0)  # by team
     claims[team_id] = 0
     for group in (view.resident, view.away):
         for one in group.values():
-            claims[one.request.team_id] = claims.get(one.request.team_id, 0) + one.num_claimed
+            claims[one.request.team_id] = claims.get(one.request.team_id, 0) + one.memory.num_claimed
     total = sum(weights.get(team, 1) for team in claims)
-    spare = {team: held * total - entry.capacity * weights.get(team, 1) for team, held in claims.items()}  # times total
-    if claims[team_id] and spare[team_id] + holder.num_claim * total > 0:
+    spare = {
+        team: held * total - starts.capacity * weights.get(team, 1) for team, held in claims.items()
+    }  # times total
+    if claims[team_id] and spare[team_id] + holder.memory.num_claim * total > 0:
         return []
     order = policy.over_served(claims)
     rank = {team: place for place, team in enumerate(order[: order.index(team_id)]) if spare[team] > 0}
@@ -49,7 +52,7 @@ def make_claims_fit(
         one
         for one in (*view.resident.values(), *view.away.values())
         if one.request.team_id in rank
-        and one.status in (Status.RUNNING, Status.PAUSED, Status.SWAPPED)
+        and one.memory.place in (Place.DEVICE, Place.HOST)
         and not one.is_half
         and not view.is_protected(one, num_steps)
     ]
@@ -60,12 +63,12 @@ def make_claims_fit(
             break
         if spare[one.request.team_id] > 0:
             chosen.append(one)
-            missing -= one.num_claimed
-            spare[one.request.team_id] -= one.num_claimed * total
+            missing -= one.memory.num_claimed
+            spare[one.request.team_id] -= one.memory.num_claimed * total
     if missing > 0:
         return []
     for one in chosen.copy():  # earlier ones that a later, larger one made needless
-        if missing + one.num_claimed <= 0:
+        if missing + one.memory.num_claimed <= 0:
             chosen.remove(one)
-            missing += one.num_claimed
+            missing += one.memory.num_claimed
     return [Move("drop", one.seq_id, one.request.team_id, one.seq_id) for one in chosen]

@@ -16,8 +16,8 @@ class MinRuns:
 
     def begin(self, sequence: Sequence, num_steps: int, from_step: int) -> None:
         """Its KV is there again: it keeps it for so many of its own steps."""
-        sequence.min_run_left = num_steps
-        sequence.uploaded_step = from_step
+        sequence.memory.min_run_left = num_steps
+        sequence.memory.uploaded_step = from_step
         self._running[sequence.seq_id] = sequence
 
     def ran(self, sequences: Iterable[Sequence]) -> None:
@@ -25,12 +25,12 @@ class MinRuns:
         if not self._running:
             return
         for sequence in sequences:
-            if sequence.min_run_left:
-                sequence.min_run_left -= 1
-                if not sequence.min_run_left:
+            if sequence.memory.min_run_left:
+                sequence.memory.min_run_left -= 1
+                if not sequence.memory.min_run_left:
                     self._running.pop(sequence.seq_id, None)
 
     def forget(self, sequence: Sequence) -> None:
         """Its KV is not on the device any more, or it has ended."""
-        sequence.min_run_left = 0
+        sequence.memory.min_run_left = 0
         self._running.pop(sequence.seq_id, None)

@@ -12,38 +12,41 @@ from engine.blocks import blocks_for
 from engine.config import EngineConfig
 from engine.memory.billing import Bills, Cause
 from engine.memory.claims import make_claims_fit
+from engine.memory.holding import Place
 from engine.memory.min_runs import MinRuns
 from engine.memory.moves import Copies, Kind, Move, Need
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import Flight, KVMemory, LinkBudget
-from engine.memory.starts import Entry
+from engine.memory.starts import Starts
 from engine.memory.view import MemoryView
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
-from engine.request import Sequence, Status
+from engine.request import Sequence
 from policies.cost import StepProfile
 from policies.policy import Policy
+from policies.sequences import TeamTerms
 
 COPY_DEADLINE_US = 30_000_000  # a copy that takes longer is lost
 _PLENTY = 4  # free blocks for each running sequence; above, the reserve is not looked at
 _AVERAGE_SHIFT = 3  # a step's weight in the average step time is 1/8
 AWAY_TRIED = 16  # sequences on the host that are asked for by the policy in a step; the others are refused unasked
-_RESIDENT = (Status.RUNNING, Status.PAUSED)
 
 
-class Swapping:
+class Mover:
     """Owns the planner, the link's budget, the causes of copies in flight, and what a step was refused for."""
 
     def __init__(
         self,
         config: EngineConfig,
+        policy: Policy,
         profile: StepProfile,
         memory: KVMemory,
-        entry: Entry,
+        starts: Starts,
         bills: Bills,
         sequences: Mapping[int, Sequence],
         block_copy_us: float,
     ) -> None:
-        self._memory, self._entry, self._bills, self._sequences = memory, entry, bills, sequences
+        self._memory, self._starts, self._bills, self._sequences = memory, starts, bills, sequences
+        self._policy = policy
         self._block_size = config.block_size
         self._slots = config.max_batch_size
         self._chunk_blocks = blocks_for(config.prefill_chunk_tokens, config.block_size)
@@ -57,10 +60,9 @@ class Swapping:
             has_host=memory.host.num_blocks > 0,
         )
         self.view = MemoryView(config, profile, memory, self._planner)
-        self.half, self.away, self._resident = self.view.half, self.view.away, self.view.resident
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step, one by one
-        self.weights: dict[int, int] = {}  # of the teams in the table
+        self._weights: dict[int, int] = {}  # of the teams in the table
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
@@ -74,20 +76,25 @@ class Swapping:
 
     def refused(self, sequence: Sequence, missing: int) -> None:
         """It was picked and has no place: `missing` blocks to grow into, when it has KV on the device."""
-        if len(self.needs) < self._slots or sequence is self._entry.holder:
-            num_blocks, kind = sequence.num_claim, Kind.START
+        if len(self.needs) < self._slots or sequence is self._starts.holder:
+            num_blocks, kind = sequence.memory.num_claim, Kind.START
             if missing:
                 num_blocks, kind = missing, Kind.GROW
-            elif sequence.status is Status.SWAPPED:
+            elif sequence.memory.place is Place.HOST:
                 num_blocks, kind = self.view.wanted_to_return(sequence), Kind.UPLOAD
-            sequence.num_wanted = num_blocks
+            sequence.memory.num_wanted = num_blocks
             self.needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
         elif missing:
-            sequence.num_wanted = missing
-        if sequence.status is not Status.WAITING:
+            sequence.memory.num_wanted = missing
+        if sequence.memory.place is not Place.NOWHERE:
             self.blocked[sequence.seq_id] = sequence
-            self._entry.blocked_teams.add(sequence.request.team_id)
-            self._num_tried += sequence.status is Status.SWAPPED
+            self._starts.note_blocked(sequence.request.team_id)
+            self._num_tried += sequence.memory.place is Place.HOST
+
+    @property
+    def num_away(self) -> int:
+        """Sequences whose KV is on the host, or on the way there or back."""
+        return len(self.view.away)
 
     @property
     def is_tried_enough(self) -> bool:
@@ -96,34 +103,37 @@ class Swapping:
         """
         return self._num_tried == AWAY_TRIED
 
-    def is_idle(self, ran_last: Collection[Sequence]) -> bool:
+    def _is_idle(self, ran_last: Collection[Sequence]) -> bool:
         """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
-        return not (self.needs or self.away) and self._memory.device.num_free > len(ran_last) * (
-            1 + len(self.half) * self._chunk_blocks
+        return not (self.needs or self.view.away) and self._memory.device.num_free > len(ran_last) * (
+            1 + len(self.view.half) * self._chunk_blocks
         )
 
-    def plan(self, policy: Policy, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
+    def plan(self, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""
+        if self._is_idle(ran_last):
+            return Copies()
+        policy = self._policy
         self._now_us, self._num_steps = now_us, num_steps
         copies = Copies()
-        drops = make_claims_fit(self._entry, self.view, policy, self.weights, num_steps)
-        self._carry_out(policy, drops, copies, num_steps)
+        drops = make_claims_fit(self._starts, self.view, policy, self._weights, num_steps)
+        self._carry_out(drops, copies, num_steps)
         needs = [need for need in self.needs if self._is_still(need)]
         reserve = self.view.reserve(ran_last)
         pools = self.view.pools(reserve, self._link.left_us(now_us))
-        ahead = reserve + min(pools.promised, len(self.half) * self._chunk_blocks)
+        ahead = reserve + min(pools.promised, len(self.view.half) * self._chunk_blocks)
         is_short = self._memory.device.num_free + self._memory.num_incoming < ahead
-        if not (needs or is_short or (self.away and self._mode == "proactive")):
+        if not (needs or is_short or (self.view.away and self._mode == "proactive")):
             return copies
-        holder = self._entry.holder
+        holder = self._starts.holder
         # While more are refused than a plan finds room for, nobody comes back ahead of its turn.
         most = 2 * self._slots if self._num_tried < AWAY_TRIED else 0
         frontier = self.view.frontier((need.seq_id for need in needs), most)
         may_drop = self.view.is_host_nearly_full and any(need.kind is Kind.GROW for need in needs)
-        residents, away = self.view.sequences(self.away.values() if may_drop else frontier, num_steps)
+        residents, away = self.view.sequences(self.view.away.values() if may_drop else frontier, num_steps)
         timed = {one.seq_id for one in residents if not one.is_protected}
         timed.update(need.seq_id for need in needs)
-        timed.update(one.seq_id for one in frontier if one.status is Status.SWAPPED)
+        timed.update(one.seq_id for one in frontier if one.memory.place is Place.HOST)
         turns = policy.turns(timed, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
@@ -136,16 +146,17 @@ class Swapping:
             grower_team=max(self.grew, key=lambda team: (self.grew[team], -team), default=None),
             over_served=policy.over_served,
         )
-        self._carry_out(policy, moves, copies, num_steps)
+        self._carry_out(moves, copies, num_steps)
         return copies
 
-    def force(self, policy: Policy, num_steps: int, now_us: int) -> Copies | None:
+    def force(self, num_steps: int, now_us: int) -> Copies | None:
         """Nothing can run: make room whatever the guards say. None when not even that helps."""
+        policy = self._policy
         needs = [*self.needs, *self._unasked()]
         if not needs:
             return None
-        holder = self._entry.holder
-        residents, away = self.view.sequences(self.away.values(), num_steps)
+        holder = self._starts.holder
+        residents, away = self.view.sequences(self.view.away.values(), num_steps)
         turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
         moves = self._planner.force(
             self.view.pools(0, self._link.left_us(now_us)),
@@ -160,7 +171,7 @@ class Swapping:
             return None
         self.num_forced += 1
         copies = Copies()
-        self._carry_out(policy, moves, copies, num_steps)
+        self._carry_out(moves, copies, num_steps)
         return copies
 
     def overdue(self, now_us: int) -> list[Sequence]:
@@ -178,11 +189,11 @@ class Swapping:
             flight = self._memory.flights[copy_id]
             flight.is_lost = True
             num_blocks = len(flight.copy.pairs)
-            self._entry.shrink(num_blocks, num_blocks)
+            self._starts.shrink(num_blocks, num_blocks)
             if not flight.is_orphan:
                 late[flight.copy.seq_id] = self._sequences[flight.copy.seq_id]
-            most = self._entry.device_blocks
-            late |= {one.seq_id: one for one in self._sequences.values() if one.num_blocks_max > most}
+            most = self._starts.device_blocks
+            late |= {one.seq_id: one for one in self._sequences.values() if one.memory.num_blocks_max > most}
         return list(late.values())
 
     def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
@@ -198,55 +209,51 @@ class Swapping:
         self._bills.bill_copies(copy_us, causes, self._sequences)
         return copy_us
 
-    def filled(self, sequence: Sequence, row: Row, charge_us: int) -> int:
-        """A row of prompt or replay is done, and `sequence.num_computed` says so. Returns what of its charge is billed
-        to somebody else than the row: a replay's whole.
-        """
-        is_replay = row.start < sequence.replay_to
-        if is_replay:
-            team_id = sequence.request.team_id
-            payer = team_id if sequence.displaced_by is None else sequence.displaced_by
-            self._bills.bill(charge_us, Cause(payer, sequence.displaced_for, team_id), self._sequences)
-            self._bills.replayed_tokens += len(row.token_ids)
-        if not sequence.is_half:
-            self._entry.filled(sequence)
-            if is_replay:  # as after an upload
-                self._planner.note_upload()
-                self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
-            self.half.pop(sequence.seq_id, None)
-            self.view.promise(sequence)
-            sequence.displaced_by = None
-        return charge_us if is_replay else 0
+    def replayed(self, sequence: Sequence, row: Row, charge_us: int) -> None:
+        """A row computed KV again: its whole charge is billed to the team that displaced the sequence."""
+        team_id = sequence.request.team_id
+        payer = team_id if sequence.memory.displaced_by is None else sequence.memory.displaced_by
+        self._bills.bill(charge_us, Cause(payer, sequence.memory.displaced_for, team_id), self._sequences)
+        self._bills.replayed_tokens += len(row.token_ids)
+
+    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
+        """The prompt is whole, or whole again."""
+        if by_replay:  # as after an upload
+            self._planner.note_upload()
+            self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+        self.view.filled(sequence)
+        sequence.memory.displaced_by = None
 
     def grown(self, sequence: Sequence, num_blocks: int) -> None:
         """It has taken so many blocks."""
-        entry = self._entry
-        if entry.holder is sequence:
-            entry.holder = None
-        sequence.num_refusals = 0
-        entry.grown(sequence, len(sequence.table.blocks))
         team_id = sequence.request.team_id
         self.grew[team_id] = self.grew.get(team_id, 0) + num_blocks
         if sequence.is_half:
-            entry.kept -= num_blocks
+            self._starts.use_kept(num_blocks)
             self.view.promise(sequence)
 
-    def land(self, policy: Policy, result: StepResult) -> None:
-        """Copies are over: blocks come free, and sequences are where they were going. Between steps."""
+    def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:
+        """A step is over, and copies with it: blocks come free, and sequences are where they were going. Minimum runs
+        get shorter, and the average step is learned. Between steps only.
+        """
+        policy = self._policy
         for copy_id in result.copies_done:
             sequence = self._landed(self._memory.complete(copy_id), result.step_id + 1)
             if sequence is not None:
                 policy.set_away(sequence.seq_id, False)
                 policy.swapped_in(sequence.seq_id)
         for copy_id in result.copies_failed:
-            self._lost(policy, self._memory.fail(copy_id))
+            self._lost(self._memory.fail(copy_id))
+        self._min_runs.ran(ran)
+        duration_us = result.duration_us
+        self._step_us += (duration_us - self._step_us) >> _AVERAGE_SHIFT if self._step_us else duration_us
 
     def _over(self, flight: Flight) -> Cause:
         """A copy will touch its blocks no more."""
         self._begun_us.pop(flight.copy.copy_id, None)
-        self._entry.has_room_grown = True
+        self._starts.note_room()
         if flight.is_lost:
-            self._entry.shrink(-len(flight.copy.pairs), -len(flight.copy.pairs))
+            self._starts.shrink(-len(flight.copy.pairs), -len(flight.copy.pairs))
         return self._causes.pop(flight.copy.copy_id)
 
     def _landed(self, flight: Flight, next_step: int) -> Sequence | None:
@@ -256,81 +263,71 @@ class Swapping:
         if sequence is None:
             return None
         if flight.is_out:
-            sequence.move_to(Status.SWAPPED)
+            sequence.memory.move_to(Place.HOST)
             return None
-        self.view.forget_away(sequence)
-        self._resident[sequence.seq_id] = sequence
-        self.view.promise(sequence)
-        sequence.move_to(Status.PAUSED)
+        sequence.memory.move_to(Place.DEVICE)
+        self.view.came_back(sequence)
         self._min_runs.begin(sequence, self._planner.min_run_steps, next_step)
         if not sequence.is_half:
-            sequence.displaced_by = None
+            sequence.memory.displaced_by = None
         return sequence
 
-    def _lost(self, policy: Policy, flight: Flight) -> None:
+    def _lost(self, flight: Flight) -> None:
         """A copy was given up: the sequence's KV is gone, and will be computed again."""
         cause = self._over(flight)
         sequence = self._sequences.get(flight.copy.seq_id)
         if sequence is not None:
-            self.view.forget_away(sequence)
-            policy.set_away(sequence.seq_id, False)
+            self._policy.set_away(sequence.seq_id, False)
             self._forget_kv(sequence, cause)
 
-    def ran(self, sequences: Iterable[Sequence], duration_us: int) -> None:
-        """A step is over: minimum runs get shorter, and the average step is learned."""
-        self._min_runs.ran(sequences)
-        self._step_us += (duration_us - self._step_us) >> _AVERAGE_SHIFT if self._step_us else duration_us
-
     def started(self, sequence: Sequence) -> None:
-        """It takes its first step, or the first since its KV was dropped."""
-        if sequence.status is Status.DROPPED:
-            self.num_dropped -= 1
-        self.half[sequence.seq_id] = self._resident[sequence.seq_id] = sequence
-        self.view.promise(sequence)
+        """It takes its first step, or the first since its KV was dropped; its place still says which."""
+        self.num_dropped -= sequence.memory.place is Place.LOST
+        self.view.started(sequence)
 
     def left(self, sequence: Sequence) -> None:
-        """It has ended; its status still says where it was."""
-        seq_id = sequence.seq_id
-        if sequence.status is Status.DROPPED:
-            self.num_dropped -= 1
-        self.view.forget_away(sequence)
-        for group in (self.half, self._resident):
-            group.pop(seq_id, None)
-        self.view.promise(sequence)
-        self.blocked.pop(seq_id, None)
+        """It has ended; its place still says where it was."""
+        self.num_dropped -= sequence.memory.place is Place.LOST
+        self.view.forget(sequence)
+        self.blocked.pop(sequence.seq_id, None)
         self._min_runs.forget(sequence)
 
-    def begin_step(self, policy: Policy, ran_last: Collection[Sequence]) -> None:
-        """Tell the policy who of the refused would fit now, and begin to note who is refused in this step."""
-        entry = self._entry
-        if entry.has_room_grown:
-            free = self._memory.device.num_free
+    def announce(self, ran_last: Collection[Sequence]) -> None:
+        """Tell the policy which refused sequences would fit now, and begin to note who is refused in the next step."""
+        starts, free = self._starts, self._memory.device.num_free
+        if starts.has_room_grown:
             for sequence in self.blocked.values():
-                if (sequence.status in _RESIDENT and sequence.num_wanted <= free) or (
-                    sequence.status is Status.DROPPED and entry.fits(sequence, free)
+                memory = sequence.memory
+                if (memory.place is Place.DEVICE and memory.num_wanted <= free) or (
+                    memory.place is Place.LOST and starts.fits(sequence, free)
                 ):
-                    policy.fits_again(sequence.seq_id)
-        entry.blocked_teams = {sequence.request.team_id for sequence in self.blocked.values()}
+                    self._policy.fits_again(sequence.seq_id)
+        teams = [sequence.request.team_id for sequence in self.blocked.values()]
         if self._num_tried >= AWAY_TRIED:
-            entry.blocked_teams.update(sequence.request.team_id for sequence in self.away.values())
-        entry.kept = self.view.num_promised
-        if self._memory.device.num_free <= _PLENTY * len(ran_last):
-            entry.kept += self.view.reserve(ran_last)
+            teams += [sequence.request.team_id for sequence in self.view.away.values()]
+        kept = self.view.num_promised
+        if free <= _PLENTY * len(ran_last):
+            kept += self.view.reserve(ran_last)
+        starts.announce(kept, teams)
         self.needs = []
         self._num_tried = 0
         self.blocked = {}
         self.grew = {}
 
+    def configure(self, teams: Iterable[TeamTerms]) -> None:
+        """The table of teams is this from now on."""
+        self._weights = {terms.team_id: terms.weight for terms in teams}
+
     def check(self) -> None:
         """Assert that what is counted here agrees with the sequences."""
         live = self._sequences.values()
         self.view.check(live)
-        assert self.num_dropped == sum(s.status is Status.DROPPED for s in live)
-        half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.half.values())
-        assert self._entry.num_half == half <= self._memory.device.num_blocks
+        assert self.num_dropped == sum(s.memory.place is Place.LOST for s in live)
+        half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.view.half.values())
+        assert self._starts.num_half == half <= self._memory.device.num_blocks
         flights = {flight.copy.seq_id: flight for flight in self._memory.flights.values() if not flight.is_orphan}
         for sequence in live:
-            is_moving = sequence.status in (Status.SWAPPING_OUT, Status.SWAPPING_IN)
+            is_moving = sequence.memory.place in (Place.GOING_OUT, Place.COMING_BACK)
             assert is_moving == (sequence.seq_id in flights)
         assert self._causes.keys() == self._memory.flights.keys()
 
@@ -340,8 +337,8 @@ class Swapping:
         if sequence is None:
             return False
         if need.kind is not Kind.START:
-            return sequence.status is not Status.DROPPED
-        return self._entry.may_claim(sequence)
+            return sequence.memory.place is not Place.LOST
+        return self._starts.may_claim(sequence)
 
     def _unasked(self) -> list[Need]:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
@@ -349,77 +346,73 @@ class Swapping:
         needs = []
         blocked = list(self.blocked.values())
         if self._num_tried >= AWAY_TRIED:
-            blocked += [one for one in self.away.values() if one.seq_id not in self.blocked]
+            blocked += [one for one in self.view.away.values() if one.seq_id not in self.blocked]
         for one in blocked:
-            if one.status in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
+            if one.memory.place in (Place.GOING_OUT, Place.COMING_BACK):
                 continue
-            num_blocks, kind = one.num_wanted, Kind.GROW
-            if one.status is Status.SWAPPED:
+            num_blocks, kind = one.memory.num_wanted, Kind.GROW
+            if one.memory.place is Place.HOST:
                 num_blocks, kind = self.view.wanted_to_return(one), Kind.UPLOAD
-            elif one.status is Status.DROPPED:
-                num_blocks, kind = one.num_claim, Kind.START
+            elif one.memory.place is Place.LOST:
+                num_blocks, kind = one.memory.num_claim, Kind.START
             if one.seq_id not in asked:
                 needs.append(Need(one.seq_id, one.request.team_id, kind, num_blocks))
         return needs
 
-    def _carry_out(self, policy: Policy, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
+    def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
         for move in moves:
             sequence = self._sequences[move.seq_id]
             if move.kind == "forget":
-                self._memory.forget_host_copy(sequence.table)
+                self._memory.forget_host_copy(sequence.memory.table)
             elif move.kind == "in":
                 copies.back.append(self._bring_back(sequence))
             else:
                 cause = Cause(move.team_id, move.for_seq, sequence.request.team_id)
-                if sequence.status is Status.RUNNING:
-                    sequence.move_to(Status.PAUSED)
-                    sequence.num_preemptions += 1
+                if sequence.is_running:
+                    copies.displaced.append(sequence)
                     self._bills.counts(cause.team_id, cause.victim_team).preemptions += 1
-                self._entry.has_room_grown = True
+                self._starts.note_room()
                 if move.kind == "drop":
-                    if sequence.status is Status.PAUSED:
-                        since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
+                    if sequence.memory.place is Place.DEVICE:
+                        since = (
+                            None if sequence.memory.uploaded_step is None else num_steps - sequence.memory.uploaded_step
+                        )
                         self._planner.note_out(since)
-                    self.view.forget_away(sequence)
-                    self._memory.drop(sequence.table)
-                    policy.set_away(sequence.seq_id, False)
+                    self._memory.drop(sequence.memory.table)
+                    self._policy.set_away(sequence.seq_id, False)
                     self._forget_kv(sequence, cause)
                 else:
-                    copy = self._move_out(policy, sequence, cause, num_steps)
+                    copy = self._move_out(sequence, cause, num_steps)
                     if copy is not None:
                         copies.out.append(copy)
 
-    def _move_out(self, policy: Policy, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
-        since = None if sequence.uploaded_step is None else num_steps - sequence.uploaded_step
+    def _move_out(self, sequence: Sequence, cause: Cause, num_steps: int) -> BlockCopy | None:
+        since = None if sequence.memory.uploaded_step is None else num_steps - sequence.memory.uploaded_step
         self._planner.note_out(since)
         self._min_runs.forget(sequence)
-        sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
-        sequence.num_swaps += 1
-        copy = self._memory.swap_out(sequence.seq_id, sequence.table, sequence.num_computed)
-        sequence.move_to(Status.SWAPPING_OUT)
-        self.away[sequence.seq_id] = sequence
-        policy.set_away(sequence.seq_id, True)
-        del self._resident[sequence.seq_id]
-        self.view.promise(sequence)
+        sequence.memory.displaced_by, sequence.memory.displaced_for = cause.team_id, cause.for_seq
+        sequence.memory.num_swaps += 1
+        copy = self._memory.swap_out(sequence.seq_id, sequence.memory.table, sequence.num_computed)
+        sequence.memory.move_to(Place.GOING_OUT)
+        self._policy.set_away(sequence.seq_id, True)
+        self.view.went_out(sequence)
         counts = self._bills.counts(cause.team_id, cause.victim_team)
         counts.swaps_out += 1
         if copy is None:
-            sequence.move_to(Status.SWAPPED)
+            sequence.memory.move_to(Place.HOST)
             return None
         self._note(copy, cause)
         counts.blocks_out += len(copy.pairs)
         return copy
 
     def _bring_back(self, sequence: Sequence) -> BlockCopy:
-        if self._entry.holder is sequence:
-            self._entry.holder = None
+        self._starts.end_reservation(sequence)
         team_id = sequence.request.team_id
-        payer = team_id if sequence.displaced_by is None else sequence.displaced_by
-        cause = Cause(payer, sequence.displaced_for, team_id)
-        copy = self._memory.swap_in(sequence.seq_id, sequence.table, self.view.wanted_to_return(sequence))
-        self._entry.grown(sequence, len(sequence.table.blocks))
-        sequence.move_to(Status.SWAPPING_IN)
-        sequence.num_refusals = 0
+        payer = team_id if sequence.memory.displaced_by is None else sequence.memory.displaced_by
+        cause = Cause(payer, sequence.memory.displaced_for, team_id)
+        copy = self._memory.swap_in(sequence.seq_id, sequence.memory.table, self.view.wanted_to_return(sequence))
+        self._starts.grown(sequence, len(sequence.memory.table.blocks))
+        sequence.memory.move_to(Place.COMING_BACK)
         self._planner.note_upload()
         self._note(copy, cause)
         counts = self._bills.counts(cause.team_id, team_id)
@@ -434,16 +427,63 @@ class Swapping:
 
     def _forget_kv(self, sequence: Sequence, cause: Cause) -> None:
         """Its KV is gone, wherever it was."""
-        self.half.pop(sequence.seq_id, None)
-        self._resident.pop(sequence.seq_id, None)
-        self.view.promise(sequence)
+        self.view.forget(sequence)
         self._min_runs.forget(sequence)
-        self._entry.leave(sequence)
-        sequence.move_to(Status.DROPPED)
-        sequence.replay_to = max(sequence.replay_to, sequence.num_computed)
-        sequence.num_computed = 0
-        sequence.num_recomputes += 1
-        sequence.displaced_by, sequence.displaced_for = cause.team_id, cause.for_seq
-        self._entry.resize(sequence)
+        self._starts.leave(sequence)
+        sequence.memory.move_to(Place.LOST)
+        sequence.memory.replay_to = max(sequence.memory.replay_to, sequence.num_computed)
+        sequence.memory.num_computed = 0
+        sequence.memory.num_recomputes += 1
+        sequence.memory.displaced_by, sequence.memory.displaced_for = cause.team_id, cause.for_seq
+        self._starts.resize(sequence)
         self.num_dropped += 1
         self._bills.counts(cause.team_id, cause.victim_team).recomputes += 1
+
+
+class Stayer:
+    """Moves nothing: KV stays on the device until its sequence ends. `Mover` for the mode "none"."""
+
+    num_away = num_dropped = num_forced = 0
+    is_tried_enough = False
+
+    def plan(self, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
+        return Copies()
+
+    def force(self, num_steps: int, now_us: int) -> Copies | None:
+        return None
+
+    def announce(self, ran_last: Collection[Sequence]) -> None:
+        pass
+
+    def configure(self, teams: Iterable[TeamTerms]) -> None:
+        pass
+
+    def overdue(self, now_us: int) -> list[Sequence]:
+        return []
+
+    def refused(self, sequence: Sequence, missing: int) -> None:
+        pass
+
+    def started(self, sequence: Sequence) -> None:
+        pass
+
+    def grown(self, sequence: Sequence, num_blocks: int) -> None:
+        pass
+
+    def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
+        return 0
+
+    def replayed(self, sequence: Sequence, row: Row, charge_us: int) -> None:
+        raise AssertionError("KV that stays is never computed again")
+
+    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
+        pass
+
+    def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:
+        assert not (result.copies_done or result.copies_failed), "nothing was copied"
+
+    def left(self, sequence: Sequence) -> None:
+        pass
+
+    def check(self) -> None:
+        pass

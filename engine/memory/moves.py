@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from engine.plan import BlockCopy
+from engine.request import Sequence
 
 
 class Kind(StrEnum):
@@ -81,7 +82,8 @@ class Move(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Copies:
-    """The copies of the next plan."""
+    """The copies of the next plan, and the sequences of the newest step whose KV they take away."""
 
     out: list[BlockCopy] = field(default_factory=list)
     back: list[BlockCopy] = field(default_factory=list)
+    displaced: list[Sequence] = field(default_factory=list)

@@ -1,36 +1,75 @@
-"""Who may start: the line of those without KV, the start rule, and the one reservation. The scheduler's own part.
+"""Who may start: the line of sequences without KV, the start rule, and the one reservation.
 
-* **Start rule.** A sequence starts only if its *claim* fits beside the claims of all started ones. Where KV can be
-  taken back from paused sequences, a claim is the blocks of what it holds (half-prefilled: of its whole prompt) and one
-  block to grow into, and they share device and host; in addition all half-prefilled prompts together fit the device,
-  for those are never dropped, and its own prompt fits the device now, beside what is promised to others. Where KV
-  cannot be taken back, a claim is prompt and clamped max tokens on the device, and growth never fails.
-* **Reservation** (docs/scheduling.md). The first sequence refused more than 16 times holds the one reservation until
-  it fits; others start, or come back from the host, only beside it. One holder cannot deadlock, and a large head
-  cannot starve behind small ones. It is the policy's `claimant` whose sequences may hold it, and it is taken back from
-  a team that is no longer that.
+* **Start rule.** A sequence starts only if its *claim* fits beside the claims of all started sequences. `GrowingClaims`
+  is the rule where KV can be taken back: a claim is the blocks of what the sequence holds (of a half-computed prompt:
+  of the whole prompt) and one block to grow into; claims share device and host; all half-computed prompts together fit
+  the device, since these are never dropped; and the sequence's own prompt fits the device now, beside what is promised
+  to others. `WholeClaims` is the rule where KV stays: a claim is the prompt and the clamped max tokens on the device,
+  and growth never fails.
+* **Reservation** (docs/scheduling.md). The first sequence that was refused more than 16 times holds the one reservation
+  until it fits; others start, or come back from the host, only beside it. One holder cannot deadlock, and a large head
+  of the line cannot starve behind small sequences. Only sequences of the policy's `claimant` may hold it, and it is
+  taken back from a team that is no longer the claimant.
 * **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
   than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
 """
 
 import heapq
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from engine.blocks import blocks_for
-from engine.request import Sequence, Status
+from engine.memory.holding import Place
+from engine.request import Sequence
 from policies.policy import Policy
 
 REFUSALS_BEFORE_RESERVATION = 16
-TRIED_BEFORE_CLOSING = 4  # newcomers that are asked for by the policy, so that room can be made for the best of them
 
 
-class Entry:
+class ClaimRule(Protocol):
+    """What a sequence must be able to have before it starts. Counts are blocks."""
+
+    def claim(self, sequence: Sequence, num_to_fill: int) -> int:
+        """Claimed by a sequence that starts and will fill `num_to_fill` blocks first."""
+
+    tried_max: int  # refused newcomers of a step after which the others may be refused unasked
+
+    def counted(self, num: int) -> int:
+        """`num` where the rule looks at the device's present state, else a number beyond any pool."""
+
+
+class GrowingClaims:
+    """KV can be taken back from paused sequences, so a claim grows with what its sequence holds."""
+
+    tried_max = 4  # enough for the planner to make room for the best of them
+
+    def claim(self, sequence: Sequence, num_to_fill: int) -> int:
+        return min(sequence.memory.num_blocks_max, num_to_fill + 1)
+
+    def counted(self, num: int) -> int:
+        return num
+
+
+class WholeClaims:
+    """KV stays until its sequence ends, so a claim is all that the sequence may ever hold."""
+
+    tried_max = sys.maxsize
+
+    def claim(self, sequence: Sequence, num_to_fill: int) -> int:
+        return sequence.memory.num_blocks_max
+
+    def counted(self, num: int) -> int:
+        return sys.maxsize
+
+
+class Starts:
     """Owns the waiting line, the sum of claims and the reservation."""
 
-    def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int, *, can_take_back: bool) -> None:
-        self.can_take_back = can_take_back
+    def __init__(self, rule: ClaimRule, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self._rule = rule
         self.device_blocks = num_device_blocks
-        self._capacity = num_device_blocks + num_host_blocks if can_take_back else num_device_blocks
+        self._capacity = num_device_blocks + num_host_blocks
         self._block_size = block_size
         self.waiting: dict[int, Sequence] = {}  # without a first step, in order of arrival
         self.waiting_of: dict[int, dict[int, Sequence]] = {}  # the same by team
@@ -43,7 +82,7 @@ class Entry:
         self.kept = 0  # device blocks not for newcomers in this step: promised to half prompts, and the reserve
         self._needs: list[tuple[int, int]] = []  # heap of (num_claim, seq_id), also of sequences long started
         self._num_closed = 0  # steps in which nothing new fitted
-        self._num_tried = 0  # newcomers of this step that only the device had no room for
+        self.num_tried = 0  # newcomers of this step that only the device had no room for
         self._claimant: int | None = None  # of this step, once it is known; None is any team
         self._is_claimant_known = False
         self._deadlines: list[tuple[int, int]] = []  # heap of (start_by_us, seq_id), also of sequences long started
@@ -52,10 +91,10 @@ class Entry:
         """A new one, at the end of the line."""
         self.resize(sequence)
         seq_id = sequence.seq_id
-        sequence.num_closed_before = self._num_closed
+        sequence.memory.num_closed_before = self._num_closed
         self.waiting[seq_id] = sequence
         self.waiting_of.setdefault(sequence.request.team_id, {})[seq_id] = sequence
-        heapq.heappush(self._needs, (sequence.num_claim, seq_id))
+        heapq.heappush(self._needs, (sequence.memory.num_claim, seq_id))
         if len(self._needs) > 2 * len(self.waiting) + 64:  # else a small one that waits long keeps all that have gone
             self._needs = [need for need in self._needs if need[1] in self.waiting]
             heapq.heapify(self._needs)
@@ -86,7 +125,7 @@ class Entry:
 
     def begin(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """A step is being picked. Is it closed?"""
-        self._num_tried = 0
+        self.num_tried = 0
         self._is_claimant_known = False
         if self.holder is not None and not self._may_hold(policy, self.holder):
             self.holder = None
@@ -101,21 +140,20 @@ class Entry:
         if not needs or not waiting:
             return False
         holder = self.holder
-        reserved = holder.num_claim if holder is not None and not holder.is_started else 0
+        reserved = holder.memory.num_claim if holder is not None and not holder.memory.is_started else 0
         room = self._capacity - self.num_claimed - reserved
-        if self.can_take_back:
-            room = min(room, self.device_blocks - self.num_half + 1)
+        room = min(room, self._rule.counted(self.device_blocks - self.num_half + 1))
         is_shut = needs[0][0] > room
         if not is_shut and self.is_tried_enough:
-            held = holder.num_wanted if holder is not None else 0
-            is_shut = needs[0][0] > free - self.kept - held
-        if not is_shut or (holder is not None and not holder.is_started and self.fits(holder, free)):
+            held = holder.memory.num_wanted if holder is not None else 0
+            is_shut = needs[0][0] > self._rule.counted(free - self.kept - held)
+        if not is_shut or (holder is not None and not holder.memory.is_started and self.fits(holder, free)):
             return False
         policy.refuse_new()
         self.is_short = True
         self._num_closed += 1
         for sequence in refused:
-            sequence.num_refusals -= 1  # a step counts once
+            sequence.memory.num_refusals -= 1  # a step counts once
         if self.holder is None:
             claimant = self._find_claimant(policy)
             line = waiting if claimant is None else self.waiting_of.get(claimant)
@@ -123,71 +161,100 @@ class Entry:
                 self._reserve_for(policy, next(iter(line.values())))
         return True
 
+    def announce(self, kept: int, blocked_teams: Iterable[int]) -> None:
+        """Before a step is picked: `kept` blocks are not for newcomers, and sequences of these teams wait for
+        blocks.
+        """
+        self.kept = kept
+        self.blocked_teams = set(blocked_teams)
+
+    def note_blocked(self, team_id: int) -> None:
+        """A started or dropped sequence of this team was refused."""
+        self.blocked_teams.add(team_id)
+
+    def note_room(self) -> None:
+        """Blocks may have come free since it was last said who fits again."""
+        self.has_room_grown = True
+
+    def use_kept(self, num_blocks: int) -> None:
+        """A half-computed prompt took blocks that were kept for it."""
+        self.kept -= num_blocks
+
+    def end_reservation(self, sequence: Sequence) -> None:
+        """`sequence` has what it waited for."""
+        sequence.memory.num_refusals = 0
+        if self.holder is sequence:
+            self.holder = None
+
+    def take_shortage(self, is_wide: bool) -> bool:
+        """Whether a sequence was refused for blocks since the last call, or lags were wide then; `is_wide` is now."""
+        was_short, self.is_short = self.is_short or is_wide, is_wide
+        return was_short
+
     @property
     def is_tried_enough(self) -> bool:
         """So many newcomers were refused that the others may be, unasked."""
-        return self.can_take_back and self._num_tried >= TRIED_BEFORE_CLOSING
+        return self.num_tried >= self._rule.tried_max
 
     def room_at_most(self, free: int) -> int:
         """What claims more starts neither now nor later in this step; with `free` device blocks."""
-        room = self._capacity - self.num_claimed
-        return min(room, free) if self.can_take_back else room
+        return min(self._capacity - self.num_claimed, self._rule.counted(free))
 
     def fits(self, sequence: Sequence, free: int) -> bool:
         """Whether one that is not started may start now, with `free` device blocks."""
         if not self.may_claim(sequence):
             return False
-        if not self.can_take_back:
-            return True
         holder = self.holder
-        is_other = holder is not None and holder is not sequence
-        kept = self.kept if holder is not sequence else min(self.kept, self.num_half)
-        return sequence.num_claim <= free - kept - (holder.num_wanted if is_other else 0)  # type: ignore[union-attr]
+        kept = self.kept
+        if holder is sequence:
+            kept = min(kept, self.num_half)
+        elif holder is not None:
+            kept += holder.memory.num_wanted
+        return sequence.memory.num_claim <= self._rule.counted(free - kept)
 
     def may_claim(self, sequence: Sequence) -> bool:
         """Whether its claim fits beside all others', whatever is free on the device."""
         holder = self.holder
-        is_other = holder is not None and holder is not sequence
-        reserved = holder.num_claim if is_other and not holder.is_started else 0  # type: ignore[union-attr]
-        if self.num_claimed + reserved + sequence.num_claim > self._capacity:
+        reserved = 0
+        if holder is not None and holder is not sequence and not holder.memory.is_started:
+            reserved = holder.memory.num_claim
+        if self.num_claimed + reserved + sequence.memory.num_claim > self._capacity:
             return False
-        if not self.can_take_back:
-            return True
-        return self.num_half + blocks_for(sequence.num_to_fill, self._block_size) <= self.device_blocks
+        return self.num_half + self._num_to_fill(sequence) <= self._rule.counted(self.device_blocks)
 
     def start(self, sequence: Sequence) -> None:
         """It fits, and starts."""
         if self.holder is sequence:
             self.holder = None
-        sequence.num_claimed = sequence.num_claim
-        self.num_claimed += sequence.num_claim
-        if self.can_take_back:
-            whole = blocks_for(sequence.num_to_fill, self._block_size)
-            self.num_half += whole
-            self.kept += whole
-        if sequence.status is Status.WAITING:
+        sequence.memory.num_claimed = sequence.memory.num_claim
+        self.num_claimed += sequence.memory.num_claim
+        whole = self._num_to_fill(sequence)
+        self.num_half += whole
+        self.kept += whole
+        sequence.memory.num_refusals = 0
+        if sequence.memory.place is Place.NOWHERE:
             self._forget_waiting(sequence)
 
     def grown(self, sequence: Sequence, num_blocks: int) -> None:
-        """A started one holds so many blocks now, and claims one more while it may need it."""
-        claim = min(sequence.num_blocks_max, num_blocks + 1)
-        if claim > sequence.num_claimed:
-            self.num_claimed += claim - sequence.num_claimed
-            sequence.num_claimed = claim
+        """A started sequence holds so many blocks now, and claims one more while it may need it."""
+        claim = self._rule.claim(sequence, num_blocks)
+        if claim > sequence.memory.num_claimed:
+            self.num_claimed += claim - sequence.memory.num_claimed
+            sequence.memory.num_claimed = claim
 
     def filled(self, sequence: Sequence) -> None:
         """The prompt (or what had to be computed again) is whole."""
-        self.num_half -= blocks_for(sequence.num_to_fill, self._block_size)
+        self.num_half -= self._num_to_fill(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended, or its KV was dropped: its claim is free."""
-        if sequence.status is Status.WAITING:
+        if sequence.memory.place is Place.NOWHERE:
             self._forget_waiting(sequence)
         else:
-            if sequence.num_claimed and self.can_take_back and sequence.is_half:
+            if sequence.memory.num_claimed and sequence.is_half:
                 self.filled(sequence)
-            self.num_claimed -= sequence.num_claimed
-            sequence.num_claimed = 0
+            self.num_claimed -= sequence.memory.num_claimed
+            sequence.memory.num_claimed = 0
         self.has_room_grown = True
         if self.holder is sequence:
             self.holder = None
@@ -195,8 +262,8 @@ class Entry:
     def refuse(self, policy: Policy, sequence: Sequence) -> None:
         """It was refused for blocks."""
         self.is_short = True
-        sequence.num_refusals += 1
-        self._num_tried += not sequence.num_claimed  # it is not started
+        sequence.memory.num_refusals += 1
+        self.num_tried += not sequence.memory.num_claimed  # it is not started
         if self.holder is None:
             self._reserve_for(policy, sequence)
 
@@ -207,42 +274,42 @@ class Entry:
         self.has_room_grown = False
         holder = self.holder
         room = self._capacity - self.num_claimed  # for one that is not the holder, at most
-        if self.can_take_back:
-            room = min(room, free - self.kept - (holder.num_wanted if holder is not None else 0))
+        room = min(room, self._rule.counted(free - self.kept - (holder.memory.num_wanted if holder is not None else 0)))
         for line in self.waiting_of.values():
             oldest = next(iter(line.values()))
-            if oldest.num_claim > room and oldest is not holder:
+            if oldest.memory.num_claim > room and oldest is not holder:
                 continue
-            if (oldest.num_refusals or self._num_closed > oldest.num_closed_before) and self.fits(oldest, free):
+            if (oldest.memory.num_refusals or self._num_closed > oldest.memory.num_closed_before) and self.fits(
+                oldest, free
+            ):
                 policy.fits_again(oldest.seq_id)
 
     def check(self, live: Collection[Sequence]) -> None:
         """Assert that claims and lines agree with the sequences."""
-        started = [s for s in live if s.is_started]
-        assert self.num_claimed == sum(s.num_claimed for s in started)
-        assert not any(s.num_claimed or s.table.blocks or s.table.host for s in live if not s.is_started)
-        assert len(self.waiting) == sum(s.status is Status.WAITING for s in live)
+        started = [s for s in live if s.memory.is_started]
+        assert self.num_claimed == sum(s.memory.num_claimed for s in started)
+        assert not any(
+            s.memory.num_claimed or s.memory.table.blocks or s.memory.table.host
+            for s in live
+            if not s.memory.is_started
+        )
+        assert len(self.waiting) == sum(s.memory.place is Place.NOWHERE for s in live)
         assert len(self.waiting) == sum(len(line) for line in self.waiting_of.values())
-        assert all(len(s.table.blocks) <= s.num_blocks_max for s in started)
-        if not self.can_take_back:
-            assert self.num_claimed <= self.device_blocks
-            assert all(s.num_claimed == s.num_blocks_max for s in started)
+        assert all(len(s.memory.table.blocks) <= s.memory.num_blocks_max for s in started)
+        assert self.num_half == sum(self._num_to_fill(s) for s in started if s.is_half)
+        assert all(s.memory.num_claimed <= self._rule.claim(s, s.memory.num_blocks_max) for s in started)
 
     def resize(self, sequence: Sequence) -> None:
-        """What it claims when it starts: for a new one, and for one that lost its KV."""
-        most = sequence.num_blocks_max
-        held = blocks_for(sequence.num_to_fill, self._block_size)
-        sequence.num_claim = min(most, held + 1) if self.can_take_back else most
-        sequence.num_wanted = sequence.num_claim
+        """What it claims when it starts: for a new sequence, and for one that lost its KV."""
+        memory = sequence.memory
+        memory.num_claim = memory.num_wanted = self._rule.claim(sequence, self._num_to_fill(sequence))
 
     def _find_claimant(self, policy: Policy) -> int | None:
         """Whose sequences may hold the reservation in this step; asked only when somebody might."""
         if not self._is_claimant_known:
             self._is_claimant_known = True
             holding = self.holder.request.team_id if self.holder is not None else None
-            teams: Collection[int] = self.waiting_of
-            if self.can_take_back:
-                teams = {*teams, *self.blocked_teams, *(() if holding is None else (holding,))}
+            teams = {*self.waiting_of, *self.blocked_teams, *(() if holding is None else (holding,))}
             self._claimant = policy.claimant(teams, holding)
         return self._claimant
 
@@ -251,12 +318,15 @@ class Entry:
 
     def _reserve_for(self, policy: Policy, sequence: Sequence) -> None:
         """Give the free reservation to a sequence that was refused often enough, if its team may hold it."""
-        num_refusals = sequence.num_refusals
-        if sequence.status is Status.WAITING:
-            num_refusals += self._num_closed - sequence.num_closed_before
+        num_refusals = sequence.memory.num_refusals
+        if sequence.memory.place is Place.NOWHERE:
+            num_refusals += self._num_closed - sequence.memory.num_closed_before
         if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(policy, sequence):
             self.holder = sequence
             self.has_room_grown = True  # for the holder
+
+    def _num_to_fill(self, sequence: Sequence) -> int:
+        return blocks_for(sequence.num_to_fill, self._block_size)
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.seq_id]

@@ -4,10 +4,11 @@ from collections.abc import Collection, Iterable
 
 from engine.blocks import blocks_for
 from engine.config import EngineConfig
+from engine.memory.holding import Place
 from engine.memory.moves import Away, Pools, Resident
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import KVMemory
-from engine.request import Sequence, Status
+from engine.request import Sequence
 from policies.cost import StepProfile
 
 RESERVE_STEPS = 4  # H of guard G4
@@ -16,7 +17,7 @@ _NEARLY_FULL = 8  # less than one block in so many is free
 
 
 class MemoryView:
-    """Reads sequences and pools, and changes nothing. Owns the lists that `engine.memory.mover` keeps up to date."""
+    """Owns the lists of who is on the device, away or half computed, and what half-computed prompts were promised."""
 
     def __init__(
         self,
@@ -37,15 +38,46 @@ class MemoryView:
     def wanted_to_return(self, sequence: Sequence) -> int:
         """Device blocks that one on the host wants free: its own, and those of its whole prompt or its next token."""
         tokens = sequence.num_to_fill if sequence.is_half else sequence.num_computed + 1
-        return min(sequence.num_blocks_max, max(len(sequence.table.host), blocks_for(tokens, self._block_size)))
+        return min(
+            sequence.memory.num_blocks_max, max(len(sequence.memory.table.host), blocks_for(tokens, self._block_size))
+        )
+
+    def started(self, sequence: Sequence) -> None:
+        """It has its first blocks, or its first since its KV was dropped."""
+        self.half[sequence.seq_id] = self.resident[sequence.seq_id] = sequence
+        self.promise(sequence)
+
+    def filled(self, sequence: Sequence) -> None:
+        """Its prompt is whole, or whole again."""
+        self.half.pop(sequence.seq_id, None)
+        self.promise(sequence)
+
+    def went_out(self, sequence: Sequence) -> None:
+        """Its KV leaves the device."""
+        self.away[sequence.seq_id] = sequence
+        del self.resident[sequence.seq_id]
+        self.promise(sequence)
+
+    def came_back(self, sequence: Sequence) -> None:
+        """Its KV is on the device again."""
+        self.forget_away(sequence)
+        self.resident[sequence.seq_id] = sequence
+        self.promise(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its KV is gone, wherever it was, or it has ended."""
+        self.forget_away(sequence)
+        self.half.pop(sequence.seq_id, None)
+        self.resident.pop(sequence.seq_id, None)
+        self.promise(sequence)
 
     def promise(self, sequence: Sequence) -> None:
         """Note what the prompt of `sequence` still lacks on the device, if it is half computed and there."""
         lacks = 0
         if sequence.seq_id in self.half and sequence.seq_id in self.resident:
-            lacks = max(0, blocks_for(sequence.num_to_fill, self._block_size) - len(sequence.table.blocks))
-        self.num_promised += lacks - sequence.num_promised
-        sequence.num_promised = lacks
+            lacks = max(0, blocks_for(sequence.num_to_fill, self._block_size) - len(sequence.memory.table.blocks))
+        self.num_promised += lacks - sequence.memory.num_promised
+        sequence.memory.num_promised = lacks
 
     def reserve(self, ran_last: Iterable[Sequence]) -> int:
         """G4: blocks that those now decoding take in the next steps."""
@@ -56,7 +88,7 @@ class MemoryView:
             seq_id = one.seq_id
             if seq_id in resident and seq_id not in half:
                 ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
-                missing = -(-ahead // size) - len(one.table.blocks)
+                missing = -(-ahead // size) - len(one.memory.table.blocks)
                 if missing > 0:
                     total += missing
         return total
@@ -93,7 +125,7 @@ class MemoryView:
     def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
         """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
         residents = [self._resident(one, num_steps) for one in self.resident.values()]
-        return residents, [self._away(one) for one in away if one.status is Status.SWAPPED]
+        return residents, [self._away(one) for one in away if one.memory.place is Place.HOST]
 
     def forget_away(self, sequence: Sequence) -> None:
         """It is no longer away, if it was."""
@@ -102,8 +134,9 @@ class MemoryView:
 
     def is_protected(self, one: Sequence, num_steps: int) -> bool:
         """G2: it is in its minimum run, and that has not lapsed."""
-        return one.min_run_left > 0 and (
-            one.uploaded_step is None or num_steps - one.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
+        return one.memory.min_run_left > 0 and (
+            one.memory.uploaded_step is None
+            or num_steps - one.memory.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
         )
 
     def _away(self, one: Sequence) -> Away:
@@ -113,7 +146,7 @@ class MemoryView:
             found = self._away_views[one.seq_id] = Away(
                 one.seq_id,
                 one.request.team_id,
-                len(one.table.host),
+                len(one.memory.table.host),
                 self.wanted_to_return(one),
                 not one.is_half,
                 one.num_computed,
@@ -121,7 +154,7 @@ class MemoryView:
         return found
 
     def _resident(self, one: Sequence, num_steps: int) -> Resident:
-        table = one.table
+        table = one.memory.table
         seq_id, num_computed, num_blocks = one.seq_id, one.num_computed, len(table.blocks)
         num_used = -(-num_computed // self._block_size)
         return Resident(
@@ -135,16 +168,16 @@ class MemoryView:
             num_computed,
             one.work_us,
             self.is_protected(one, num_steps),
-            one.status is Status.PAUSED,
+            not one.is_running,
             0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )
 
     def check(self, live: Collection[Sequence]) -> None:
         """Assert that the lists agree with the sequences."""
-        moving = (Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN)
-        assert self.away.keys() == {s.seq_id for s in live if s.status in moving}
+        moving = (Place.GOING_OUT, Place.HOST, Place.COMING_BACK)
+        assert self.away.keys() == {s.seq_id for s in live if s.memory.place in moving}
         there = [s for s in self.half.values() if s.seq_id in self.resident]
-        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.table.blocks)) for s in there)
-        assert self.num_promised == lacks == sum(s.num_promised for s in live)
-        assert self.resident.keys() == {s.seq_id for s in live if s.status in (Status.RUNNING, Status.PAUSED)}
-        assert self.half.keys() == {s.seq_id for s in live if s.is_started and s.is_half}
+        lacks = sum(max(0, blocks_for(s.num_to_fill, self._block_size) - len(s.memory.table.blocks)) for s in there)
+        assert self.num_promised == lacks == sum(s.memory.num_promised for s in live)
+        assert self.resident.keys() == {s.seq_id for s in live if s.memory.place is Place.DEVICE}
+        assert self.half.keys() == {s.seq_id for s in live if s.memory.is_started and s.is_half}

@@ -1,0 +1,1 @@
+"""Model files: found, converted, checked. No torch."""

@@ -157,7 +157,7 @@ def assemble(
         max_queued_requests=config.max_queued_requests,
         block_bytes=parts.block_bytes,
         block_copy_us=parts.block_copy_us,
-        memory_preemption=scheduler.memory_preemption,
+        memory_preemption=scheduler.memory.mode,
         constants=_policy_info(constants, upload_us, rate_percent) if has_promises else None,
     )
     return core, ServiceSampler(policy, parts.clock.now_us(), scheduler, parts.block_bytes), hello

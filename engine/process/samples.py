@@ -109,15 +109,16 @@ class ServiceSampler:
             return None
         if scheduler is None:
             return ServiceSamples(interval_ms=interval_ms, teams=tuple(teams))
-        stall_us, self._stall_us = scheduler.bills.stall_us - self._stall_us, scheduler.bills.stall_us
-        replayed = scheduler.bills.replayed_tokens - self._replayed_tokens
-        self._replayed_tokens = scheduler.bills.replayed_tokens
-        raised, self._num_raised = scheduler.bills.num_raised - self._num_raised, scheduler.bills.num_raised
+        stall_us, self._stall_us = scheduler.memory.bills.stall_us - self._stall_us, scheduler.memory.bills.stall_us
+        replayed = scheduler.memory.bills.replayed_tokens - self._replayed_tokens
+        self._replayed_tokens = scheduler.memory.bills.replayed_tokens
+        num_raised = scheduler.memory.bills.num_raised
+        raised, self._num_raised = num_raised - self._num_raised, num_raised
         return ServiceSamples(
             interval_ms=interval_ms,
             teams=tuple(teams),
             interference=interference,
-            lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.take_shortage()),
+            lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.memory.take_shortage()),
             stall_us=stall_us,
             replayed_tokens=replayed,
             num_raised=raised,
@@ -139,5 +140,5 @@ class ServiceSampler:
                 bytes_in=counts.blocks_in * self._block_bytes,
                 billed_us=counts.billed_us,
             )
-            for (causer, victim), counts in sorted(self._scheduler.bills.take_counts().items())
+            for (causer, victim), counts in sorted(self._scheduler.memory.bills.take_counts().items())
         )

@@ -1,0 +1,1 @@
+"""The simulated engine: the production scheduler with a runner that computes no model."""

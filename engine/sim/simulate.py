@@ -253,7 +253,7 @@ def _replay(
     run.schedule_hash = runner.schedule_hash
     run.refusals = dict(Counter(record.refusal for record in run.records if record.refusal))
     run.cut_to = _room(scheduler, context_len)
-    bills = scheduler.bills
+    bills = scheduler.memory.bills
     for counts in bills.take_counts().values():
         run.blocks_out += counts.blocks_out
         run.blocks_in += counts.blocks_in
@@ -267,8 +267,8 @@ def _replay(
 
 def _room(scheduler: Scheduler, context_len: int) -> str:
     """What bounds prompt and output of one request."""
-    if scheduler.tokens_max < context_len:
-        return f"the KV memory ({scheduler.tokens_max} tokens)"
+    if scheduler.memory.tokens_max < context_len:
+        return f"the KV memory ({scheduler.memory.tokens_max} tokens)"
     return f"the model's context ({context_len} tokens)"
 
 

@@ -159,8 +159,8 @@ class EngineCore:
             num_waiting=max(0, self.scheduler.num_live - num_running),
             num_free_blocks=self.scheduler.memory.device.num_free,
             num_free_host_blocks=self.scheduler.memory.host.num_free,
-            num_swapped=self.scheduler.num_swapped,
-            num_dropped=self.scheduler.num_dropped,
+            num_swapped=self.scheduler.memory.num_away,
+            num_dropped=self.scheduler.memory.num_dropped,
         )
 
     def _drain_inbox(self, now_us: int) -> None:
@@ -229,7 +229,7 @@ class EngineCore:
         if message.team_id not in self._team_ids:
             return "invalid_request", f"team {message.team_id} is not configured"
         most = self._config.max_queued_requests
-        if self.scheduler.num_waiting + self._num_inbox_requests >= most:
+        if self.scheduler.memory.num_waiting + self._num_inbox_requests >= most:
             others = self._num_of_team.keys() - {message.team_id}
             if not others or self._num_of_team.get(message.team_id, 0) >= most // (len(others) + 1):
                 return "queue_full", f"{most} requests are queued already"
@@ -243,7 +243,7 @@ class EngineCore:
             return "invalid_request", wrong
         if len(prompt) + 1 > self._tokens_max:
             said = f"the prompt has {len(prompt)} tokens; with one token of output at most {self._tokens_max} fit"
-            if self.scheduler.tokens_max < self._model.context_len:
+            if self.scheduler.memory.tokens_max < self._model.context_len:
                 said += (
                     f" into the KV memory; the model's context has {self._model.context_len}. "
                     "An operator can raise --kv-memory"
@@ -256,7 +256,7 @@ class EngineCore:
     @property
     def _tokens_max(self) -> int:
         """Prompt and output of one request, at most: what context and an empty pool hold."""
-        return min(self._model.context_len, self.scheduler.tokens_max)
+        return min(self._model.context_len, self.scheduler.memory.tokens_max)
 
     def _clamped(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         room = self._tokens_max - num_prompt
@@ -286,17 +286,17 @@ def _finished(sequence: Sequence) -> Finished:
         message=sequence.error,
         prompt_tokens=len(request.prompt_token_ids),
         output_tokens=len(sequence.output_token_ids),
-        device_us=sequence.device_us,
+        device_us=sequence.bill.device_us,
         queued_us=started_us - request.arrival_us,
         first_token_us=first_token_us,
         total_us=ended_us - request.arrival_us,
         level_path=tuple(sequence.level_path),
         num_preemptions=sequence.num_preemptions,
-        num_swaps=sequence.num_swaps,
-        num_recomputes=sequence.num_recomputes,
+        num_swaps=sequence.memory.num_swaps,
+        num_recomputes=sequence.memory.num_recomputes,
         num_promotions=sequence.num_promotions,
         work_us=sequence.work_us,
-        overhead_us=sequence.overhead_us,
-        longest_pause_us=sequence.longest_pause_us,
-        pause_bound_us=sequence.pause_bound_us,
+        overhead_us=sequence.bill.overhead_us,
+        longest_pause_us=sequence.pause.longest_us,
+        pause_bound_us=sequence.pause.bound_us,
     )

@@ -41,7 +41,7 @@ class Promises:
         self._due = [
             (self._starves_us(sequence), sequence.seq_id, sequence)
             for _, _, sequence in self._due
-            if not (sequence.is_finished or sequence.is_starving)
+            if not (sequence.is_finished or sequence.pause.is_starving)
         ]
         heapq.heapify(self._due)
 
@@ -89,7 +89,7 @@ class Promises:
         due = self._due
         while due and due[0][0] <= now_us:
             sequence = heapq.heappop(due)[2]
-            if sequence.is_finished or sequence.is_starving:
+            if sequence.is_finished or sequence.pause.is_starving:
                 continue
             if self._starves_us(sequence) > now_us:
                 self._push(sequence)
@@ -97,21 +97,21 @@ class Promises:
             team_id = sequence.request.team_id
             ahead = self._starving.get(team_id, 0)
             self._starving[team_id] = ahead + 1
-            sequence.is_starving = True
+            sequence.pause.is_starving = True
             # One that was promoted may run under its grant still: it is ahead, and not counted as starving.
-            sequence.pause_bound_us = max(sequence.pause_bound_us, self.bound_us(team_id, ahead + 1))
+            sequence.pause.bound_us = max(sequence.pause.bound_us, self.bound_us(team_id, ahead + 1))
         if len(due) > 2 * num_live + _SLACK:
-            self._due = [entry for entry in due if not (entry[2].is_finished or entry[2].is_starving)]
+            self._due = [entry for entry in due if not (entry[2].is_finished or entry[2].pause.is_starving)]
             heapq.heapify(self._due)
 
     def over(self, sequence: Sequence, pause_us: int) -> None:
         """A pause has ended, by a step or by the sequence's end."""
-        sequence.longest_pause_us = max(sequence.longest_pause_us, pause_us)
+        sequence.pause.longest_us = max(sequence.pause.longest_us, pause_us)
         team_id = sequence.request.team_id
         if pause_us > self._longest_us.get(team_id, 0):
             self._longest_us[team_id] = pause_us
-        if sequence.is_starving:
-            sequence.is_starving = False
+        if sequence.pause.is_starving:
+            sequence.pause.is_starving = False
             self._starving[team_id] -= 1
             if not self._starving[team_id]:
                 del self._starving[team_id]

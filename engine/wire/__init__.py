@@ -1,0 +1,1 @@
+"""What gateway and engine say to each other, and how it is framed on a socket."""

@@ -1,0 +1,1 @@
+"""The admin API: teams, keys, tiers, quotas, reports, and the client that the commands use."""

@@ -1,0 +1,1 @@
+"""The `terazi` command."""

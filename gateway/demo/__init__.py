@@ -1,0 +1,1 @@
+"""The demo, and the replay of traces against a real server."""

@@ -1,0 +1,1 @@
+"""Sockets and HTTP's bytes, below the application."""

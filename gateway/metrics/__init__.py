@@ -1,0 +1,1 @@
+"""What has been counted, as Prometheus and vLLM's dashboards read it."""

@@ -109,5 +109,5 @@ def test_the_bundled_trace_is_a_minute_of_three_teams_and_carries_its_licence() 
     assert 55e6 < rows[-1].at_us <= 60e6
     assert all(row.prompt_tokens + row.output_tokens < 2048 for row in rows)
     assert len(load_trace(None, 5)) < len(rows)
-    notice = Path(load_trace.__code__.co_filename).with_name("data") / "NOTICE.txt"
+    notice = Path(load_trace.__code__.co_filename).with_name("NOTICE.txt")
     assert "CC-BY-4.0" in notice.read_text("utf-8")

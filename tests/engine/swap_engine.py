@@ -134,4 +134,4 @@ class SwapEngine:
         """Nobody is here: every block of both pools is free."""
         memory = self.scheduler.memory
         assert (memory.device.num_free, memory.host.num_free) == (memory.device.num_blocks, memory.host.num_blocks)
-        assert not memory.flights
+        assert not memory._pools.flights

@@ -13,16 +13,16 @@ def test_when_a_team_has_nothing_started_it_may_exceed_its_share(mode: str, host
     """
     bench = Bench(blocks=32, host=host, max_batch_size=16, memory_preemption=mode)
     hogs = [bench.add(4, 120) for _ in range(8)]
-    entry = bench.scheduler._entry
+    entry = bench.scheduler.memory._starts
     while entry.num_claimed + 24 <= entry.capacity:
         bench.step()
     large = bench.add(92, 4, team_id=1)
-    assert large.num_claim == 24 > (32 + host) / 2
+    assert large.memory.num_claim == 24 > (32 + host) / 2
     while large.status is Status.WAITING:
         bench.step()
         assert not any(one.is_finished for one in hogs), "it waits for an end"
     assert large.status is Status.RUNNING
-    assert sum(one.num_recomputes for one in hogs) > 0
+    assert sum(one.memory.num_recomputes for one in hogs) > 0
 
 
 @pytest.mark.case("K36")
@@ -36,10 +36,10 @@ def test_when_claims_give_way_they_are_as_few_as_can_be() -> None:
         assert bench.add(prompt, output).seq_id == seq_id
         bench.policy.order = [seq_id]
         assert ran(bench.step()) == [seq_id]
-    assert [bench.scheduler.sequences[seq_id].num_claimed for seq_id in range(4)] == [2, 1, 1, 3]
+    assert [bench.scheduler.sequences[seq_id].memory.num_claimed for seq_id in range(4)] == [2, 1, 1, 3]
     newcomer = bench.add(100, 28, team_id=1)
-    assert newcomer.num_claim == 4
+    assert newcomer.memory.num_claim == 4
     bench.policy.order = [newcomer.seq_id, runner.seq_id]
     bench.until(newcomer, Status.RUNNING)
-    recomputes = {seq_id: bench.scheduler.sequences[seq_id].num_recomputes for seq_id in range(4)}
+    recomputes = {seq_id: bench.scheduler.sequences[seq_id].memory.num_recomputes for seq_id in range(4)}
     assert recomputes == {0: 0, 1: 0, 2: 0, 3: 1}

@@ -194,7 +194,7 @@ def test_old_deadlines_do_not_pile_up() -> None:
         engine.core.add(submit(f"r{index}", output=1, max_queue_us=10**12))
         if index % 8 == 7:
             engine.run()
-    assert len(engine.scheduler._entry._deadlines) <= 2 * 8 + 64
+    assert len(engine.scheduler.memory._starts._deadlines) <= 2 * 8 + 64
 
 
 @pytest.mark.case("K43")
@@ -227,10 +227,10 @@ def test_the_first_plan_after_an_abort_lacks_the_sequence_and_its_blocks_are_bac
     message = engine.core.step()
     assert message is not None and message.finished[0].reason == "abort"
     assert [row.seq_id for row in runner.plans[-1].rows] == [1]
-    assert engine.scheduler.pool.num_owned == len(engine.scheduler.sequences[1].table.blocks)
+    assert engine.scheduler.memory.device.num_owned == len(engine.scheduler.sequences[1].memory.table.blocks)
     assert runner.released == [0]
     assert ends([message, *engine.run()]) == {"victim": "abort", "other": "length"}
-    assert engine.scheduler.pool.num_free == 40
+    assert engine.scheduler.memory.device.num_free == 40
 
 
 @pytest.mark.case("K45")
@@ -269,7 +269,8 @@ def test_nothing_is_left_after_a_thousand_aborts() -> None:
         engine.core.abort(f"r{index}")
     reasons.update(ends(engine.run()))
     assert len(reasons) == 1000 and "abort" in reasons.values()
-    assert engine.scheduler.num_live == engine.scheduler.num_waiting == engine.scheduler.pool.num_owned == 0
+    memory = engine.scheduler.memory
+    assert engine.scheduler.num_live == memory.num_waiting == memory.device.num_owned == 0
     assert engine.core.request_ids == frozenset() and not engine.core._seq_ids
     assert not engine.scheduler.policy.live  # type: ignore[attr-defined]
 

@@ -244,7 +244,7 @@ def test_what_a_failed_row_cost_is_paid_by_its_request() -> None:
     assert by_id["a"].device_us == by_id["c"].device_us == 100 + 3 * 1000, "what they cost without it"
     assert by_id["b"].device_us == 100 + 1000 + 5_000
     assert by_id["b"].message == "ValueError: no"
-    assert engine.scheduler.bills.num_raised == 3
+    assert engine.scheduler.memory.bills.num_raised == 3
 
 
 @pytest.mark.case("T01")

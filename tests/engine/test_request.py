@@ -4,39 +4,53 @@ from pathlib import Path
 import pytest
 
 from engine.blocks import BlockPool, BlockTable
+from engine.memory import holding
+from engine.memory.holding import Holding, Place
 from engine.request import TRANSITIONS, Request, Sequence, Status, transition_table
 from engine.wire.messages import SamplingParams
 
-SEQUENCE_PATHS_THAT_MUST_WORK = [
-    (Status.RUNNING, Status.PAUSED, Status.RUNNING, Status.FINISHED),
-    (Status.FINISHED,),
-    (Status.RUNNING, Status.PAUSED, Status.SWAPPING_OUT, Status.SWAPPED, Status.SWAPPING_IN, Status.PAUSED),
-    (Status.RUNNING, Status.PAUSED, Status.DROPPED, Status.RUNNING),
-]
 
-
-def sequence_in(status: Status) -> Sequence:
+def sequence_at(place: Place, *, is_running: bool = False) -> Sequence:
     request = Request("r", 0, 0, (1,), SamplingParams(), 0)
-    return Sequence(0, request, BlockTable(BlockPool(1), 16), 1, level=0, status=status)
+    held = Holding(BlockTable(BlockPool(1), 16), 1, place=place)
+    return Sequence(0, request, held, level=0, is_running=is_running)
 
 
-@pytest.mark.parametrize("path", SEQUENCE_PATHS_THAT_MUST_WORK, ids=lambda path: "-".join(path))
-def test_the_ways_a_sequence_goes(path: tuple[Status, ...]) -> None:
-    sequence = sequence_in(Status.WAITING)
-    for status in path:
-        sequence.move_to(status)
-    assert sequence.status is path[-1]
+def test_a_status_follows_from_place_and_slot() -> None:
+    statuses = {
+        Place.NOWHERE: Status.WAITING,
+        Place.DEVICE: Status.PAUSED,
+        Place.GOING_OUT: Status.SWAPPING_OUT,
+        Place.HOST: Status.SWAPPED,
+        Place.COMING_BACK: Status.SWAPPING_IN,
+        Place.LOST: Status.DROPPED,
+        Place.RELEASED: Status.FINISHED,
+    }
+    assert {place: sequence_at(place).status for place in Place} == statuses
+    assert sequence_at(Place.DEVICE, is_running=True).status is Status.RUNNING
 
 
 @pytest.mark.case("I1")
-def test_every_pair_outside_the_table_is_refused_and_changes_nothing() -> None:
-    illegal = [(a, b) for a, b in itertools.product(Status, Status) if b not in TRANSITIONS[a]]
-    assert len(illegal) > 40
-    for before, after in illegal:
-        sequence = sequence_in(before)
-        with pytest.raises(AssertionError, match=f"{before} -> {after}"):
-            sequence.move_to(after)
-        assert sequence.status is before
+def test_kv_moves_only_along_the_table() -> None:
+    for before, after in itertools.product(Place, Place):
+        held = sequence_at(before).memory
+        if after in holding.TRANSITIONS[before]:
+            held.move_to(after)
+            assert held.place is after
+        else:
+            with pytest.raises(AssertionError, match=f"from {before} to {after}"):
+                held.move_to(after)
+            assert held.place is before, "nothing changed"
+
+
+def test_statuses_change_as_places_do() -> None:
+    """The table of statuses is the table of places, seen with and without a slot in the newest step."""
+    for before, afters in holding.TRANSITIONS.items():
+        for after in afters:
+            change = sequence_at(before).status, sequence_at(after).status
+            if after is Place.DEVICE and before is not Place.COMING_BACK:
+                change = change[0], Status.RUNNING  # a sequence starts by running
+            assert change[1] in TRANSITIONS[change[0]], change
 
 
 def test_every_live_status_can_end_and_nothing_leaves_the_end() -> None:

@@ -161,8 +161,8 @@ def test_two_large_ones_refused_for_long_do_not_deadlock() -> None:
         if bench.scheduler.num_live:
             plan = bench.plan()
             ended += [sequence.seq_id for sequence in bench.apply(plan).ended]
-            if bench.scheduler.reserved_for != reserved[-1]:
-                reserved.append(bench.scheduler.reserved_for)
+            if bench.scheduler.memory.reserved_for != reserved[-1]:
+                reserved.append(bench.scheduler.memory.reserved_for)
     assert ended == [first, six, seven]
     assert reserved == [None, six, seven, None], "one after the other, and never both"
 
@@ -174,16 +174,16 @@ def test_there_is_one_reservation_and_it_goes_to_the_first_refused_more_than_six
     large, larger = bench.add(4, 12), bench.add(4, 16)
     for _ in range(REFUSALS_BEFORE_RESERVATION):
         bench.step()
-    assert bench.scheduler.reserved_for is None
+    assert bench.scheduler.memory.reserved_for is None
     bench.step()
-    assert bench.scheduler.reserved_for == large
+    assert bench.scheduler.memory.reserved_for == large
     fits_free_but_not_beside = bench.add(1, 2)
     bench.step()
     assert bench.policy.refused == [large, larger, fits_free_but_not_beside]
     bench.scheduler.end(0, "abort", bench.now_us)
     plan = bench.step()
     assert [row.seq_id for row in plan.rows] == [large]
-    assert bench.scheduler.reserved_for == larger, "refused as often, and the next in order"
+    assert bench.scheduler.memory.reserved_for == larger, "refused as often, and the next in order"
 
 
 def test_when_a_sequence_ends_the_refused_ones_that_fit_are_told() -> None:
@@ -196,7 +196,7 @@ def test_when_a_sequence_ends_the_refused_ones_that_fit_are_told() -> None:
             heard.append(seq_id)
 
     bench = Bench(blocks=4, block_size=4)
-    bench.policy = bench.scheduler.policy = Listening()
+    bench.policy = bench.scheduler.policy = bench.scheduler.memory._policy = Listening()
     bench.policy.configure([TeamTerms(0), TeamTerms(1)], 0)
     first = bench.add(4, 8)  # 3 blocks
     large, larger = bench.add(4, 8, team_id=1), bench.add(4, 12, team_id=1)
@@ -213,14 +213,14 @@ def test_when_many_steps_were_closed_a_newcomer_saw_none() -> None:
     before = bench.add(1, 200)
     for _ in range(REFUSALS_BEFORE_RESERVATION + 4):
         bench.step()
-    assert bench.scheduler.reserved_for == before
+    assert bench.scheduler.memory.reserved_for == before
     bench.scheduler.end(before, "abort", bench.now_us)
     newcomer = bench.add(1, 200)
     for _ in range(REFUSALS_BEFORE_RESERVATION):
         bench.step()
-        assert bench.scheduler.reserved_for is None
+        assert bench.scheduler.memory.reserved_for is None
     bench.step()
-    assert bench.scheduler.reserved_for == newcomer
+    assert bench.scheduler.memory.reserved_for == newcomer
 
 
 def test_when_a_step_closes_after_a_refusal_it_counts_once() -> None:
@@ -231,10 +231,10 @@ def test_when_a_step_closes_after_a_refusal_it_counts_once() -> None:
     for _ in range(REFUSALS_BEFORE_RESERVATION):
         small = bench.add(1, 1)
         assert [row.seq_id for row in bench.step().rows] == [0, small] and large in bench.policy.refused
-        assert bench.scheduler.reserved_for is None
+        assert bench.scheduler.memory.reserved_for is None
     bench.add(1, 1)
     bench.step()
-    assert bench.scheduler.reserved_for == large
+    assert bench.scheduler.memory.reserved_for == large
 
 
 @pytest.mark.case("K44")
@@ -246,9 +246,9 @@ def test_an_aborted_holder_leaves_no_reservation() -> None:
         bench.step()
     small = bench.add(1, 2)
     bench.step()
-    assert bench.policy.refused == [large, small] and bench.scheduler.reserved_for == large
+    assert bench.policy.refused == [large, small] and bench.scheduler.memory.reserved_for == large
     bench.scheduler.end(large, "abort", bench.now_us)
-    assert bench.scheduler.reserved_for is None
+    assert bench.scheduler.memory.reserved_for is None
     assert small in {row.seq_id for row in bench.step().rows}
 
 
@@ -277,7 +277,7 @@ def test_losing_the_slot_is_counted_and_keeps_the_blocks() -> None:
     sequences = bench.scheduler.sequences
     assert sequences[b].status is Status.PAUSED and sequences[a].status is Status.RUNNING
     assert sequences[b].num_preemptions == 1 and sequences[a].num_preemptions == 0
-    assert len(sequences[b].table.blocks) == 1
+    assert len(sequences[b].memory.table.blocks) == 1
     bench.step()
     assert sequences[b].status is Status.RUNNING and sequences[a].num_preemptions == 1
 
@@ -310,7 +310,7 @@ def test_endings(sampling: dict[str, object], tokens: list[int], reason: str, ou
         assert not sequence.is_finished
         bench.step(tokens={sequence.seq_id: token})
     assert sequence.finish_reason == reason and sequence.output_token_ids == tokens[:output]
-    assert bench.scheduler.pool.num_free == 24
+    assert bench.scheduler.memory.device.num_free == 24
 
 
 @pytest.mark.case("K35")
@@ -325,7 +325,7 @@ def test_a_failed_row_ends_alone_and_still_pays_for_its_step() -> None:
     assert sum(bench.policy.charged_us.values()) == 2000, "two steps of 1000 us, all of it charged"
     assert bench.policy.charged_us[bad] > 500
     assert [row.seq_id for row in bench.step().rows] == [good]
-    assert bench.scheduler.pool.num_owned == 0
+    assert bench.scheduler.memory.device.num_owned == 0
 
 
 def test_charges_of_a_step_sum_to_its_time_and_accumulate() -> None:
@@ -369,7 +369,7 @@ def test_an_unknown_team_leaves_no_trace() -> None:
     with pytest.raises(ArrivalError):
         bench.scheduler.add(Request("x", 7, 0, (1,), SamplingParams(), 0), 0)
     bench.scheduler.check()
-    assert bench.scheduler.num_live == 0 and bench.scheduler.num_waiting == 0
+    assert bench.scheduler.num_live == 0 and bench.scheduler.memory.num_waiting == 0
 
 
 def test_a_request_that_fills_the_pool_alone_runs_to_its_end() -> None:
@@ -404,7 +404,7 @@ def test_two_requests_of_sixty_percent_of_the_pool_each_run_one_after_the_other(
 
 def test_a_shortage_lasts_until_the_lags_are_back_and_is_told_for_the_whole_interval() -> None:
     bench = Bench(blocks=4)
-    shortage = bench.scheduler.take_shortage
+    shortage = bench.scheduler.memory.take_shortage
     assert not shortage()
     bench.add(16, 32)
     bench.add(16, 32)

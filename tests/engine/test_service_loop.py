@@ -83,7 +83,7 @@ def test_requests_of_a_replaced_gateway_end_before_the_successor_is_greeted(loop
     assert loop.engine.core.request_ids == {"a"}
     second = loop.connect()
     assert loop.engine.core.request_ids == frozenset()
-    assert loop.engine.scheduler.pool.num_owned == 0
+    assert loop.engine.scheduler.memory.device.num_owned == 0
     assert "replaced" in loop.log[0] and "1 requests aborted" in loop.log[0]
     first.close()
     second.close()

@@ -109,7 +109,7 @@ def test_the_engine_ends_when_its_parent_is_killed(tmp_path: Path, cache: Path) 
     config = json.dumps({"kind": "sim", "model": "tiny-random"})
     script = (
         "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'engine.process.loop', '--socket', {str(path)!r},"
+        f"child = subprocess.Popen([sys.executable, '-m', 'engine', '--socket', {str(path)!r},"
         f" '--config', {config!r}, '--parent-stdin'], stdin=subprocess.PIPE)\n"
         "child.wait()\n"
     )

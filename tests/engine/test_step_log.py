@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.blocks import BlockPool, BlockTable
+from engine.memory.holding import Holding
 from engine.memory.pools import KVMemory
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Request, Sequence
@@ -59,7 +60,7 @@ class Table:
     def __init__(self) -> None:
         pool = BlockPool(24)
         self.live = {
-            seq_id: Sequence(seq_id, request(name), BlockTable(pool, 16), 3, 0)
+            seq_id: Sequence(seq_id, request(name), Holding(BlockTable(pool, 16), 3), 0)
             for seq_id, name in enumerate(("new", "old", "lost", "out", "in"))
         }
         sampling = SamplingParams()

@@ -9,6 +9,7 @@ import torch
 
 from engine.device.copy_engine import SyncCopy
 from engine.device.kv_canary import KVCanary
+from engine.memory.mover import Mover
 from engine.models.store import SMOLLM2, prepare
 from engine.models.tiny import VOCAB_SIZE, write_tiny_model
 from engine.plan import BlockCopy, StepPlan, StepResult
@@ -205,7 +206,7 @@ def test_when_preempted_in_a_chunk_it_goes_on_from_there(
     engine = make_engine(runner, "random-order", memory_preemption=mode, max_batch_size=1, max_batch_tokens=5)
     for number, job in enumerate(jobs):
         engine.add(str(number), job)
-    live, entry, swaps = engine.scheduler.sequences, engine.scheduler._entry, engine.scheduler._swaps
+    live, entry, swaps = engine.scheduler.sequences, engine.scheduler.memory._starts, engine.scheduler.memory._mover
     computed: dict[int, list[int]] = {}  # the positions of the tokens that each sequence was given rows for
     execute = engine.runner.execute
 
@@ -220,7 +221,7 @@ def test_when_preempted_in_a_chunk_it_goes_on_from_there(
         before = {seq_id: (one.num_computed, one.num_preemptions) for seq_id, one in live.items()}
         engine.step()
         assert min(entry.num_claimed, entry.num_half, entry.kept) >= 0
-        assert swaps is None or min(swaps.view.num_promised, swaps.num_dropped) >= 0
+        assert not isinstance(swaps, Mover) or min(swaps.view.num_promised, swaps.num_dropped) >= 0
         for seq_id, one in live.items():
             start, num_preemptions = before.get(seq_id, (0, 0))
             if one.is_half and start % 32 and one.num_preemptions > num_preemptions:

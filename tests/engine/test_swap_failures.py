@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.memory.mover import COPY_DEADLINE_US
+from engine.memory.mover import COPY_DEADLINE_US, Mover
 from engine.memory.moves import Copies, Move
 from engine.plan import BlockCopy, StepPlan
 from engine.request import Status
@@ -66,7 +66,7 @@ def test_a_copy_that_is_given_up_is_computed_again() -> None:
         (copy,) = plan.copies_out if is_out else plan.copies_in
         bench.apply(plan, done=())
         bench.step(done=(), failed=[copy.copy_id])
-        assert second.status in (Status.DROPPED, Status.RUNNING) and second.num_recomputes == 1
+        assert second.status in (Status.DROPPED, Status.RUNNING) and second.memory.num_recomputes == 1
         while bench.scheduler.num_live:
             bench.step()
         assert second.finish_reason == first.finish_reason == "length" and len(second.output_token_ids) == 12
@@ -91,15 +91,14 @@ def test_when_a_copy_fails_the_policy_knows_it_is_not_away(is_out: bool) -> None
 @pytest.mark.case("K09")
 def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() -> None:
     bench, _first, second = dropped_pair()
-    at = second.replay_to
+    at = second.memory.replay_to
     while second.num_computed != 8:
         bench.step()
-    copies, swaps = Copies(), bench.scheduler._swaps
-    assert swaps is not None and second.is_half
-    second.move_to(Status.PAUSED)
-    swaps._carry_out(bench.scheduler.policy, [Move("out", second.seq_id, 0)], copies, bench.scheduler.num_steps)
+    copies, swaps = Copies(), bench.scheduler.memory._mover
+    assert isinstance(swaps, Mover) and second.is_half
+    swaps._carry_out([Move("out", second.seq_id, 0)], copies, bench.scheduler.num_steps)
     bench.step(done=(), failed=[copies.out[0].copy_id])
-    assert (second.status, second.num_computed, second.replay_to) == (Status.DROPPED, 0, at)
+    assert (second.status, second.num_computed, second.memory.replay_to) == (Status.DROPPED, 0, at)
     starts = []
     while bench.scheduler.num_live:
         starts += [(row.start, row.samples) for row in bench.step().rows if row.seq_id == second.seq_id]
@@ -127,7 +126,7 @@ def test_a_copy_nobody_hears_of_again_ends_its_sequence_and_holds_up_nobody(is_o
     assert second in bench.scheduler.expire(bench.now_us)
     assert second.finish_reason == "error" and "lost" in second.error
     assert first.finish_reason == ("error" if is_out else "length"), "3 blocks are left, and it needs 5"
-    assert bench.scheduler.tokens_max == 12
+    assert bench.scheduler.memory.tokens_max == 12
     small = bench.add(4, 4)
     while bench.scheduler.num_live:
         plan = bench.step(done=())
@@ -144,13 +143,13 @@ def test_when_a_copy_out_is_lost_its_blocks_are_not_awaited() -> None:
     while not plan.copies_out:
         bench.apply(plan)
         plan = bench.plan()
-    assert copied(plan.copies_out) == [(third.seq_id, 3)] and bench.scheduler.memory.num_incoming == 3
+    assert copied(plan.copies_out) == [(third.seq_id, 3)] and bench.scheduler.memory._pools.num_incoming == 3
     bench.apply(plan, done=())
     for _ in range(3):
         bench.step(done=())
     bench.now_us += COPY_DEADLINE_US
     assert bench.scheduler.expire(bench.now_us) == [third]
-    assert bench.scheduler.memory.num_incoming == 0
+    assert bench.scheduler.memory._pools.num_incoming == 0
     plan = bench.plan()
     assert copied(plan.copies_out) == [(second.seq_id, 3)], "what the lost copy was to free will never come"
     bench.apply(plan)
@@ -168,14 +167,15 @@ def test_when_the_pool_shrinks_below_a_lone_sequence_it_ends() -> None:
     while not plan.copies_out:
         bench.apply(plan)
         plan = bench.plan()
-    assert copied(plan.copies_out) == [(other.seq_id, 4)] and len(lone.table.blocks) == 3
+    assert copied(plan.copies_out) == [(other.seq_id, 4)] and len(lone.memory.table.blocks) == 3
     bench.apply(plan, done=())
     bench.now_us += COPY_DEADLINE_US
     assert bench.scheduler.expire(bench.now_us) == [other, lone]
     assert lone.finish_reason == "error" and "lost" in lone.error and len(lone.output_token_ids) == 9
     later = bench.add(4, 8, team_id=2)  # the server is alive, and has what is left
     bench.until(later, Status.FINISHED)
-    assert later.finish_reason == "length" and bench.scheduler.tokens_max == 12 == bench.scheduler.pool.num_free * 4
+    memory = bench.scheduler.memory
+    assert later.finish_reason == "length" and memory.tokens_max == 12 == memory.device.num_free * 4
 
 
 @pytest.mark.case("K10")
@@ -195,7 +195,7 @@ def test_half_a_prompt_is_stored_up_to_what_was_computed(is_aborted: bool) -> No
     while bench.scheduler.num_live:
         starts += [row.start for row in bench.step().rows if row.seq_id == half.seq_id]
     assert starts == ([] if is_aborted else [8, 12, 16, 17, 18]), "it goes on where it was"
-    assert half.num_recomputes == 0 and grower.finish_reason == "length"
+    assert half.memory.num_recomputes == 0 and grower.finish_reason == "length"
     assert bench.scheduler.memory.device.num_free == 6 and bench.scheduler.memory.host.num_free == 20
 
 

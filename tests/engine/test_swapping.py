@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from engine.memory.mover import AWAY_TRIED
+from engine.memory.mover import AWAY_TRIED, Mover
 from engine.memory.moves import Copies, Move
 from engine.memory.starts import REFUSALS_BEFORE_RESERVATION
 from engine.plan import StepPlan
@@ -22,9 +22,9 @@ def test_more_start_than_the_device_would_hold_to_their_ends() -> None:
     bench.add(8, 20), bench.add(8, 20)
     assert ran(bench.step()) == [0], "without a host pool nothing can be taken back"
     bench = Bench(blocks=9, host=3)
-    assert [bench.add(8, 20).num_claim for _ in range(3)] == [3, 3, 3]
+    assert [bench.add(8, 20).memory.num_claim for _ in range(3)] == [3, 3, 3]
     assert ran(bench.step()) == [0, 1, 2]
-    assert bench.scheduler.memory_preemption == "proactive"
+    assert bench.scheduler.memory.mode == "proactive"
 
 
 def test_a_newcomer_waits_when_device_and_host_together_are_claimed() -> None:
@@ -53,7 +53,7 @@ def test_growth_takes_the_blocks_of_who_ranks_behind_and_its_newest_block_was_wr
     bench = Bench(blocks=6, host=6, max_batch_size=2, memory_preemption="reactive")
     first, second = bench.add(8, 12), bench.add(8, 12)
     assert ran(bench.step()) == [0, 1]
-    while bench.scheduler.pool.num_free:
+    while bench.scheduler.memory.device.num_free:
         bench.step()
     plan = bench.plan()
     while not plan.copies_out:
@@ -62,7 +62,7 @@ def test_growth_takes_the_blocks_of_who_ranks_behind_and_its_newest_block_was_wr
         plan = bench.plan()
     assert copied(plan.copies_out) == [(1, 3)] and ran(plan) == [], "the step before found no block for the first"
     assert second.num_computed == written[1] and second.status is Status.SWAPPING_OUT
-    assert second.num_swaps == 1 and second.num_preemptions == 1
+    assert second.memory.num_swaps == 1 and second.num_preemptions == 1
     bench.apply(plan)
     assert second.status is Status.SWAPPED
     assert ran(bench.step()) == [0] and first.status is Status.RUNNING
@@ -83,7 +83,7 @@ def test_what_is_away_or_moving_is_in_no_plan() -> None:
         if not bench.scheduler.num_live:
             break
     assert first.finish_reason == second.finish_reason == "length"
-    assert second.num_swaps >= 1 and second.num_recomputes == 0
+    assert second.memory.num_swaps >= 1 and second.memory.num_recomputes == 0
     assert len(first.output_token_ids) == len(second.output_token_ids) == 12
 
 
@@ -122,14 +122,14 @@ def test_when_the_slot_is_taken_a_finished_load_still_lands() -> None:
     bench.policy.order = [one.seq_id for one in newcomers]
     assert ran(bench.step(done=())) == [newcomers[0].seq_id] and loaded.status is Status.SWAPPING_IN
     assert ran(bench.step(done=[copy.copy_id for copy in plan.copies_in])) == [newcomers[0].seq_id]
-    assert loaded.status is Status.PAUSED and bench.scheduler.num_swapped == 0
+    assert loaded.status is Status.PAUSED and bench.scheduler.memory.num_away == 0
     order = []
     while bench.scheduler.num_live:
         plan = bench.step()
         assert plan.copies_in == plan.copies_out == ()
         order += ran(plan)
     assert order == [newcomers[0].seq_id] * 2 + [newcomers[1].seq_id] * 4 + [loaded.seq_id] * 11
-    assert loaded.finish_reason == "length" and loaded.num_swaps == 1
+    assert loaded.finish_reason == "length" and loaded.memory.num_swaps == 1
 
 
 def test_with_only_copies_in_flight_the_plan_is_to_wait() -> None:
@@ -142,14 +142,15 @@ def test_with_only_copies_in_flight_the_plan_is_to_wait() -> None:
     assert waiting == StepPlan(waiting.step_id, ())
     bench.apply(waiting, done=[plan.copies_in[0].copy_id])
     assert ran(bench.step()) == [1]
-    assert second.device_us + first.device_us + sum(bench.scheduler.bills.carried_us.values()) == bench.total_us
+    carried_us = sum(bench.scheduler.memory.bills.carried_us.values())
+    assert second.bill.device_us + first.bill.device_us + carried_us == bench.total_us
 
 
 def test_with_a_full_host_kv_is_dropped_and_computed_again_without_a_token() -> None:
     bench, first, second = dropped_pair()
-    at, output = second.replay_to, list(second.output_token_ids)
-    assert second.num_computed == 0 and at == 8 + len(output) - 1 and second.num_recomputes == 1
-    assert bench.scheduler.num_dropped == 1 and second.table.blocks == []
+    at, output = second.memory.replay_to, list(second.output_token_ids)
+    assert second.num_computed == 0 and at == 8 + len(output) - 1 and second.memory.num_recomputes == 1
+    assert bench.scheduler.memory.num_dropped == 1 and second.memory.table.blocks == []
     plan = bench.plan()
     while 1 not in ran(plan):
         bench.apply(plan)
@@ -174,15 +175,15 @@ def test_with_a_full_host_kv_is_dropped_and_computed_again_without_a_token() -> 
 def test_the_planner_is_shown_what_a_move_would_copy() -> None:
     bench, _first, second = swapped_pair()
     bench.until(second, Status.PAUSED)
-    swaps = bench.scheduler._swaps
-    assert swaps is not None
+    swaps = bench.scheduler.memory._mover
+    assert isinstance(swaps, Mover)
 
     def view() -> tuple[int, int, int, int]:
         (one,), away = swaps.view.sequences((), bench.scheduler.num_steps)
         assert away == [] and one.seq_id == second.seq_id
         return one.num_blocks, one.num_dirty, one.num_host, one.num_spare
 
-    held = len(second.table.blocks)
+    held = len(second.memory.table.blocks)
     assert second.num_computed == 12 and view() == (4, 0, 3, 1), "a block more for its next token"
     bench.step()
     assert view() == (held, 1, 3, 0), "full blocks stay clean, the new one is not on the host"
@@ -201,11 +202,11 @@ def test_two_half_prompts_on_the_host_come_back_with_room_for_the_whole_of_them(
     while bench.scheduler.num_live:
         plan = bench.step()
         back = [one for one in half if one.status in (Status.PAUSED, Status.RUNNING) and one.is_half]
-        assert all(len(one.table.blocks) == 4 for one in back), "two blocks are copied, and four kept for it"
+        assert all(len(one.memory.table.blocks) == 4 for one in back), "two blocks are copied, and four kept for it"
         num_back += sum(len(copy.pairs) == 2 for copy in plan.copies_in)
     assert num_back >= 2
     assert {s.finish_reason for s in (grower, blocker, *half)} == {"length"}
-    assert not any(s.num_recomputes for s in half)
+    assert not any(s.memory.num_recomputes for s in half)
 
 
 @pytest.mark.case("O17")
@@ -221,8 +222,8 @@ def test_two_large_ones_refused_for_long_do_not_deadlock_either_with_swapping() 
             if not bench.scheduler.num_live:
                 break
             bench.step()
-            if bench.scheduler.reserved_for != reserved[-1]:
-                reserved.append(bench.scheduler.reserved_for)
+            if bench.scheduler.memory.reserved_for != reserved[-1]:
+                reserved.append(bench.scheduler.memory.reserved_for)
         assert reserved == [None, large[0].seq_id, large[1].seq_id, None], "one after the other, and never both"
         assert all(s.finish_reason == "length" for s in (*holders, *large)), host
 
@@ -238,15 +239,15 @@ def test_a_swapped_one_refused_more_than_sixteen_times_holds_the_reservation() -
         if second.status is Status.SWAPPING_IN:
             break
         bench.apply(plan)
-        if bench.scheduler.reserved_for == second.seq_id:
+        if bench.scheduler.memory.reserved_for == second.seq_id:
             held.append(index)
     assert held and copied(plan.copies_in) == [(second.seq_id, 3)]
-    assert bench.scheduler.reserved_for is None, "it has its blocks"
+    assert bench.scheduler.memory.reserved_for is None, "it has its blocks"
     assert [bench.scheduler.sequences[i].first_step_us for i in ran(plan)] == [bench.now_us], (
         "a new one starts beside it"
     )
     bench.apply(plan)
-    assert second.status is Status.PAUSED and second.num_swaps == 1
+    assert second.status is Status.PAUSED and second.memory.num_swaps == 1
 
 
 @pytest.mark.parametrize(("num_early", "factor"), [(3, 1), (4, 2)])
@@ -264,7 +265,7 @@ def test_when_uploads_go_out_soon_again_then_the_guards_double(num_early: int, f
         bench.until(one, Status.RUNNING)
         while one.is_half:
             bench.step()
-    planner = bench.scheduler._swaps._planner  # type: ignore[union-attr]
+    planner = bench.scheduler.memory._mover._planner  # type: ignore[union-attr]
     num_uploads = 0
     while num_uploads < 32:
         assert (planner.gamma, planner.min_run_steps) == (1, 4)
@@ -275,7 +276,7 @@ def test_when_uploads_go_out_soon_again_then_the_guards_double(num_early: int, f
         for _ in range(4 if num_uploads <= num_early else 10):
             bench.step()
     assert (planner.gamma, planner.min_run_steps) == (factor, 4 * factor)
-    assert leader.num_swaps == 0
+    assert leader.memory.num_swaps == 0
 
 
 def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
@@ -283,10 +284,10 @@ def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
     bench = Bench(blocks=20, host=40, block_size=64, max_batch_size=32, memory_preemption="reactive")
     small = [bench.add(1, 60, team_id=0 if index < AWAY_TRIED else 2) for index in range(AWAY_TRIED + 1)]
     bench.step()
-    copies, swaps = Copies(), bench.scheduler._swaps
-    assert swaps is not None
+    copies, swaps = Copies(), bench.scheduler.memory._mover
+    assert isinstance(swaps, Mover)
     moves = [Move("out", one.seq_id, one.request.team_id) for one in small]
-    swaps._carry_out(bench.policy, moves, copies, bench.scheduler.num_steps)
+    swaps._carry_out(moves, copies, bench.scheduler.num_steps)
     bench.step(done=[copy.copy_id for copy in copies.out])
     large = bench.add(20 * 64 - 40, 40, team_id=1)  # the whole device
     bench.policy.order = [large.seq_id]
@@ -295,7 +296,7 @@ def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
     bench.policy.claimant = lambda team_ids, holder: asked.append(set(team_ids))  # type: ignore[method-assign, assignment, func-returns-value]
     for _ in range(REFUSALS_BEFORE_RESERVATION + 1):
         bench.step()
-        assert bench.policy.refused[-1] == small[-1].seq_id and small[-1].num_refusals == 0
+        assert bench.policy.refused[-1] == small[-1].seq_id and small[-1].memory.num_refusals == 0
     assert asked and all(team_ids == {0, 2} for team_ids in asked)
 
 
@@ -305,8 +306,8 @@ def test_the_reserve_is_what_the_next_four_steps_take(to_edge: int) -> None:
     bench = Bench(blocks=12, host=12, block_size=8)
     both = [bench.add(16 - to_edge, 20), bench.add(16 - to_edge, 2)]
     bench.step()
-    view = bench.scheduler._swaps.view  # type: ignore[union-attr]
-    assert [len(one.table.blocks) * 8 - one.num_computed for one in both] == [to_edge, to_edge]
+    view = bench.scheduler.memory._mover.view  # type: ignore[union-attr]
+    assert [len(one.memory.table.blocks) * 8 - one.num_computed for one in both] == [to_edge, to_edge]
     assert view.reserve(both) == (to_edge < 4) + (to_edge < 2)
     assert view.reserve(both[1:]) == (to_edge < 2), "no further than to its end"
 
@@ -353,7 +354,7 @@ def test_a_team_that_never_fits_opens_the_gate_for_nobody(mode: str, monkeypatch
         teams=tuple(team(i) for i in range(3)),
         memory_preemption=mode,
     )
-    entry = engine.scheduler._entry
+    entry = engine.scheduler.memory._starts
     fits = entry.fits
     monkeypatch.setattr(entry, "fits", lambda s, free: s.request.team_id != 0 and fits(s, free))
     monkeypatch.setattr(entry, "_reserve_for", lambda policy, sequence: None)

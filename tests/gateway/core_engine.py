@@ -121,7 +121,7 @@ class CoreEngine(FakeEngine):
 
     def saturate(self) -> None:
         """Fillers until no more of them may start."""
-        while self.scheduler.num_waiting < 3:
+        while self.scheduler.memory.num_waiting < 3:
             self.fill()
             self.advance()
 

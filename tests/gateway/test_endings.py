@@ -133,7 +133,7 @@ async def test_a_client_that_leaves(moment: str, stream: bool) -> None:
         check_cuts(read_steps(engine.log_path), engine.cuts)
         assert free_blocks(engine) == (DEVICE_BLOCKS, HOST_BLOCKS)
         assert (row.outcome, row.error_code, row.finish_reason) == ("client_closed", "client_closed", None)
-        assert (row.device_us, row.num_swaps > 0) == (sequence.device_us, moment == "swapped")
+        assert (row.device_us, row.num_swaps > 0) == (sequence.bill.device_us, moment == "swapped")
         check_booked(g, row, moment, len(sequence.output_token_ids))
 
 
@@ -149,7 +149,7 @@ async def test_an_engine_that_is_killed(moment: str, stream: bool) -> None:
         check_error(await task, stream, num_output > 0, "engine_unavailable", 503)
         outcome = "error" if moment != "waiting" else "refused"
         assert (row.outcome, row.error_code, row.finish_reason) == (outcome, "engine_unavailable", None)
-        assert row.device_us == sequence.device_us, "what was received of it"
+        assert row.device_us == sequence.bill.device_us, "what was received of it"
         assert row.output_tokens == num_output
         totals = g.state.leases.totals(1)
         assert totals.settled_tokens == (row.prompt_tokens + num_output if moment != "waiting" else 0)
@@ -170,7 +170,7 @@ async def test_a_shutdown_whose_drain_time_is_over(moment: str, stream: bool) ->
         check_error(await task, stream, bool(sequence.output_token_ids), "draining", 503)
         outcome = "shutdown" if moment != "waiting" else "refused"
         assert (row.outcome, row.error_code, row.finish_reason) == (outcome, "draining", None)
-        assert (row.device_us, row.num_swaps > 0) == (sequence.device_us, moment == "swapped")
+        assert (row.device_us, row.num_swaps > 0) == (sequence.bill.device_us, moment == "swapped")
         check_booked(g, row, moment, len(sequence.output_token_ids))
         engine.run_dry()
         assert free_blocks(engine) == (DEVICE_BLOCKS, HOST_BLOCKS)

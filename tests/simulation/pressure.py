@@ -333,7 +333,7 @@ def unconstrained(scenario: Scenario) -> tuple[int, dict[str, list[int]]]:
         done = rig.core.step()
         for name in late:
             rig.core.abort(name)
-        demand = max(demand, rig.scheduler.pool.num_owned)
+        demand = max(demand, rig.scheduler.memory.device.num_owned)
         if done is not None:
             for event in done.tokens:
                 tokens[event.request_id] += event.token_ids

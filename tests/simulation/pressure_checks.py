@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.blocks import blocks_for
+from engine.memory.mover import Mover
 from engine.memory.pools import BURST_US
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Sequence as BatchSequence
@@ -81,7 +82,7 @@ class WatchedPolicy(EgMlfq):
         self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
 
     def begin(self, now_us: int) -> None:
-        self.holder = self._scheduler().reserved_for
+        self.holder = self._scheduler().memory.reserved_for
         super().begin(now_us)
 
     def swapped_in(self, seq_id: int) -> None:
@@ -220,7 +221,7 @@ class ShadowRunner:
                 owner, at, filled = device.get(table[index], (-1, -1, 0))
                 if owner != seq_id or at != index or filled < min(size, start - index * size):
                     self._violate("I2", f"block {index} of sequence {seq_id} holds {filled} tokens of {owner}'s {at}")
-            key = seq_id, sequence.num_recomputes
+            key = seq_id, sequence.memory.num_recomputes
             if start != self._positions.get(key, 0):
                 self._violate("I12", f"sequence {seq_id} goes on at {start}, not {self._positions.get(key, 0)}")
             self._positions[key] = end
@@ -235,16 +236,19 @@ class ShadowRunner:
         scenario, scheduler = self._rig.scenario, self._rig.scheduler
         if len(plan.rows) == scenario.slots or tokens == scenario.budget:
             return
-        free = scheduler.pool.num_free
-        has_holder_changed = scheduler.reserved_for != self._policy.holder  # then some were tried beside another one
+        free = scheduler.memory.device.num_free
+        # If the holder changed, some sequences were tried beside another one.
+        has_holder_changed = scheduler.memory.reserved_for != self._policy.holder
         for sequence in scheduler.sequences.values():
             if sequence.seq_id in ran:
                 continue
             if sequence.status is Status.PAUSED:
-                missing = blocks_for(self._next_end(sequence), self._size) - len(sequence.table.blocks)
+                missing = blocks_for(self._next_end(sequence), self._size) - len(sequence.memory.table.blocks)
                 if missing <= free:
                     self._violate("I6", f"sequence {sequence.seq_id} needs {missing} of {free} blocks and is left out")
-            elif not (sequence.is_started or has_holder_changed) and scheduler._entry.fits(sequence, free):
+            elif sequence.memory.is_started or has_holder_changed:
+                continue
+            elif scheduler.memory._starts.fits(sequence, free):
                 self._violate("I6", f"new sequence {sequence.seq_id} fits and is left out")
 
     def _next_end(self, sequence: BatchSequence) -> int:
@@ -265,8 +269,8 @@ class MoveChecks:
         self._least: int | None = None
         self._largest_us = 0
         self.is_forced = False
-        swaps: Any = rig.scheduler._swaps
-        if swaps is not None:
+        swaps: Any = rig.scheduler.memory._mover
+        if isinstance(swaps, Mover):
             carry_out, force = swaps._carry_out, swaps.force
 
             def checked_carry_out(*arguments: Any) -> None:
@@ -331,7 +335,7 @@ class Books:
             spent += event.device_us - charged.get(event.request_id, 0)
             charged[event.request_id] = event.device_us
             self._tokens.setdefault(event.request_id, []).extend(event.token_ids)
-        carried = sum(self._rig.scheduler.bills.carried_us.values())
+        carried = sum(self._rig.scheduler.memory.bills.carried_us.values())
         if spent + carried - self._carried != done.duration_us:
             text = f"step {done.step_id}: {spent} charged, {carried - self._carried} carried of {done.duration_us} us"
             outcome.violate("charges", text)
@@ -391,22 +395,23 @@ class Books:
 def leftovers(core: EngineCore) -> dict[str, int]:
     """What an engine without work still holds, by name: containers that should be empty, with their sizes."""
     scheduler = core.scheduler
-    entry, memory = scheduler._entry, scheduler.memory
+    entry, memory = scheduler.memory._starts, scheduler.memory
     sizes = {
         "requests": len(core.request_ids) + len(core._seq_ids) + len(core._inbox) + len(core._ended),
         "sequences": scheduler.num_live,
-        "flights": len(memory.flights) + len(memory._flight_of),
+        "flights": len(memory._pools.flights) + len(memory._pools._flight_of),
         "device blocks": memory.device.num_blocks - memory.device.num_free,
         "host blocks": memory.host.num_blocks - memory.host.num_free,
         "waiting": len(entry.waiting) + len(entry.waiting_of),
         "claims": entry.num_claimed + entry.num_half,
         "holder": int(entry.holder is not None),
     }
-    swaps: Any = scheduler._swaps
-    if swaps is not None:
-        for name in ("blocked", "half", "away", "_min_runs", "_causes", "num_dropped"):
-            value = getattr(swaps, name)
-            sizes[name] = value if isinstance(value, int) else len(value)
+    swaps: Any = scheduler.memory._mover
+    if isinstance(swaps, Mover):
+        sizes["dropped"] = swaps.num_dropped
+        parts = {"half": swaps.view.half, "away": swaps.view.away, "resident": swaps.view.resident}
+        parts |= {"blocked": swaps.blocked, "minimum runs": swaps._min_runs, "causes": swaps._causes}
+        sizes |= {name: len(part) for name, part in parts.items()}
     policy: Any = scheduler.policy
     sizes["policy sequences"] = len(policy._sequences) + len(policy._fresh) + len(policy._meter.active)
     sizes["refused"] = policy._meter.num_refused + sum(team.num_refused for team in policy._meter.teams.values())

@@ -108,7 +108,7 @@ def test_when_nothing_is_fair_the_large_requests_get_the_device(monkeypatch: pyt
     def by_rows(duration_us: int, marginals_us: Sequence[float], fixed_us: float) -> list[int]:
         return [duration_us // len(marginals_us)] * len(marginals_us)
 
-    monkeypatch.setattr("engine.step.scheduler.split_step", by_rows)
+    monkeypatch.setattr("engine.memory.manager.split_step", by_rows)
     assert share_of_hog("eg-mlfq") > 0.6
 
 

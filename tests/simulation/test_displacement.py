@@ -152,12 +152,12 @@ def test_a_victim_out_of_the_latest_batch_harms_nobody(mode: str, host: int) -> 
                     level = 4 if step == 0 else 0
                     engine.core.add(submit(f"choice{seed}", prompt=12, output=24, seed=seed, start_level=level))
             batch = {row.seq_id for row in plans[-1].rows} if plans else set()
-            dropped = {seq_id: one.num_recomputes for seq_id, one in live.items()}
+            dropped = {seq_id: one.memory.num_recomputes for seq_id, one in live.items()}
             message = engine.core.step()
             engine.scheduler.check()
             assert message is not None
             gone = {copy.seq_id for copy in plans[-1].copies_out}
-            gone |= {seq_id for seq_id, one in live.items() if one.num_recomputes > dropped.get(seq_id, 0)}
+            gone |= {seq_id for seq_id, one in live.items() if one.memory.num_recomputes > dropped.get(seq_id, 0)}
             assert not gone & {row.seq_id for row in plans[-1].rows}
             num_displaced += len(gone & batch)
             for event in message.tokens:

@@ -146,14 +146,15 @@ def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan) 
         return
     scheduler = engine.scheduler
     ran = {row.seq_id for row in plan.rows}
-    holder = scheduler.reserved_for
-    committed = sum(s.num_blocks_max for s in scheduler.sequences.values() if s.status is not Status.WAITING)
+    holder = scheduler.memory.reserved_for
+    committed = sum(s.memory.num_blocks_max for s in scheduler.sequences.values() if s.status is not Status.WAITING)
     for sequence in scheduler.sequences.values():
         if sequence.seq_id in ran:
             continue
         assert sequence.status is Status.WAITING, f"{sequence.seq_id} is resident and was left out"
-        held = scheduler.sequences[holder].num_blocks_max if holder is not None and holder != sequence.seq_id else 0
-        assert committed + held + sequence.num_blocks_max > scenario.blocks, f"{sequence.seq_id} fits"
+        is_other = holder is not None and holder != sequence.seq_id
+        held = scheduler.sequences[holder].memory.num_blocks_max if is_other else 0
+        assert committed + held + sequence.memory.num_blocks_max > scenario.blocks, f"{sequence.seq_id} fits"
 
 
 def abort_all(core: EngineCore, names: Iterable[str]) -> None:
@@ -227,8 +228,8 @@ def play(scenario: Scenario) -> list[StepDone]:
         assert reason != "abort" or arrival.abort_after is not None
         assert reason != "timeout" or arrival.max_queue_us > 0
         assert reason in ("length", "abort", "timeout", "error")
-    assert scheduler.pool.num_free == scenario.blocks and scheduler.num_live == 0
-    assert scheduler.reserved_for is None
+    assert scheduler.memory.device.num_free == scenario.blocks and scheduler.num_live == 0
+    assert scheduler.memory.reserved_for is None
     assert sorted(runner.released) == list(range(len(accepted)))
     return done
 

@@ -68,7 +68,7 @@ def _run(mode: str, blocks: int, host: int, loads: Sequence[tuple[int, int, int]
             send(team_id)
     served = [one.served_us for one in engine.policy.team_service()]
     waits = [clock.now_us() - s.last_us for s in engine.scheduler.sequences.values() if s.request.team_id == 0]
-    bills = engine.scheduler.bills
+    bills = engine.scheduler.memory.bills
     return Run(
         [one / sum(served) for one in served],
         ended,

@@ -21,8 +21,8 @@ TEAMS = 5
 # coasting is decided by, the longest pauses and the counts that a sample takes away once a second, cached bounds.
 KEPT = {
     "scheduler._ran_last": 16,
-    "scheduler._entry._needs": 64,
-    "scheduler._entry._deadlines": 64,
+    "scheduler.memory._starts._needs": 64,
+    "scheduler.memory._starts._deadlines": 64,
     "scheduler.policy._rows": 16,
     "scheduler.policy._planned": TEAMS,
     "scheduler.policy._taken": TEAMS,
@@ -33,12 +33,12 @@ KEPT = {
     "scheduler.policy._promotions._due": 64,
     "scheduler.policy._promotions._funded": TEAMS,
     "scheduler.policy._meter.teams[].coast._works": 256 * TEAMS,
-    "scheduler._swaps.grew": TEAMS,
+    "scheduler.memory._mover.grew": TEAMS,
     "scheduler.promises._longest_us": TEAMS,
     "scheduler.promises._due": 2 * LIVE + 64,
     "scheduler.promises._bounds": (LIVE + 1) * TEAMS,
-    "scheduler.bills._counts": TEAMS * TEAMS,
-    "scheduler.bills.carried_us": TEAMS,
+    "scheduler.memory.bills._counts": TEAMS * TEAMS,
+    "scheduler.memory.bills.carried_us": TEAMS,
 }
 
 
@@ -147,10 +147,10 @@ def test_nothing_grows(steps: int) -> None:
         done = core.step()
         if scheduler.num_steps % 1000 == 0:
             scheduler.check()
-            scheduler.bills.take_counts()
+            scheduler.memory.bills.take_counts()
         if scheduler.num_steps in (steps // 10, steps):
             busy.append(sizes(core).total())
-            for heap in (scheduler._entry._needs, scheduler._entry._deadlines):
+            for heap in (scheduler.memory._starts._needs, scheduler.memory._starts._deadlines):
                 assert len(heap) <= 2 * LIVE + 64, "entries of those that have gone are swept out under load too"
         if done is not None:
             for finished in done.finished:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.blocks import blocks_for
 from engine.clock import VirtualClock
+from engine.memory.mover import Mover
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.request import Status
 from engine.sim.delayed import DelayedCopies
@@ -111,8 +112,8 @@ class Checker:
     def execute(self, plan: StepPlan) -> StepResult:
         assert self.engine is not None
         scheduler = self.engine.scheduler
-        swaps = scheduler._swaps
-        assert swaps is not None
+        swaps = scheduler.memory._mover
+        assert isinstance(swaps, Mover)
         is_forced = swaps.num_forced > self.num_forced
         self.num_forced = swaps.num_forced
         busy_device = {p[0 if out else 1] for copy, out in self.flights.values() for p in copy.pairs}
@@ -129,7 +130,7 @@ class Checker:
                     since = self.ran_since_upload.pop(copy.seq_id, None)
                     if since is not None and not is_forced:
                         sequence = scheduler.sequences[copy.seq_id]
-                        idle = scheduler.num_steps - (sequence.uploaded_step or 0)
+                        idle = scheduler.num_steps - (sequence.memory.uploaded_step or 0)
                         assert since >= self.scenario.min_run or idle >= 4 * self.scenario.min_run, "G2"
                 else:
                     self.ran_since_upload[copy.seq_id] = 0
@@ -143,11 +144,11 @@ class Checker:
             assert row.start == sequence.num_computed and len(row.block_table) * self.scenario.block_size >= end
             whole = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
             assert tuple(row.token_ids) == whole[row.start : end], "no gap, no repeat, no other token"
-            if end <= sequence.replay_to:
+            if end <= sequence.memory.replay_to:
                 assert not row.samples and not row.is_decode
                 self.seen["replays"] += 1
             else:
-                assert row.start >= sequence.replay_to
+                assert row.start >= sequence.memory.replay_to
                 assert row.samples == (end >= sequence.num_prompt)
             if row.seq_id in self.ran_since_upload:
                 self.ran_since_upload[row.seq_id] += 1
@@ -199,7 +200,7 @@ def build(scenario: Scenario) -> tuple[Engine, Checker]:
         swap_min_run_steps=scenario.min_run,
     )
     checker.engine = engine
-    if engine.scheduler.memory_preemption == "none":  # a host pool of no block
+    if engine.scheduler.memory.mode == "none":  # a host pool of no block
         checker.engine = None
     return engine, checker
 
@@ -247,7 +248,7 @@ def play(scenario: Scenario) -> tuple[list[StepDone], Checker]:
             assert finished.device_us == charged.get(finished.request_id, 0)
             assert 0 <= finished.overhead_us <= finished.device_us
             assert finished.longest_pause_us <= finished.total_us
-        carried_us = sum(scheduler.bills.carried_us.values())
+        carried_us = sum(scheduler.memory.bills.carried_us.values())
         assert sum(charged.values()) + carried_us == total_us, "charges and what is carried are the measured time"
     assert ended.keys() == accepted.keys(), "each accepted request ends"
     for name, finished in ended.items():
@@ -257,8 +258,8 @@ def play(scenario: Scenario) -> tuple[list[StepDone], Checker]:
     served_us = sum(service.served_us for service in engine.policy.team_service())
     assert served_us == total_us, "the teams' bill is the measured time"
     memory = scheduler.memory
-    assert memory.device.num_owned == memory.host.num_owned == 0 and not memory.flights
-    assert scheduler.num_swapped == scheduler.num_dropped == 0 and scheduler.reserved_for is None
+    assert memory.device.num_owned == memory.host.num_owned == 0 and not memory._pools.flights
+    assert scheduler.memory.num_away == scheduler.memory.num_dropped == 0 and scheduler.memory.reserved_for is None
     checker.seen["swaps"] += sum(finished.num_swaps for finished in ended.values())
     checker.seen["recomputes"] += sum(finished.num_recomputes for finished in ended.values())
     return done, checker

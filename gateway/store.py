@@ -38,7 +38,9 @@ async def open_store(settings: Settings, url: str) -> AsyncIterator[Store]:
     Raises TenantError; StoreInUse when another gateway holds the store.
     """
     async with hold_store(settings.database_url, f"{GATEWAY}{url} ({_process()})") as lock:
-        await Database.upgrade(settings.database_url)
+        from tenants import migrate  # alembic is not needed while serving
+
+        await migrate.upgrade(settings.database_url)
         async with _opened(settings, lock) as store:
             yield store
 
@@ -97,7 +99,9 @@ async def offline_admin_state(settings: Settings, token: str) -> AsyncIterator[A
 
 @contextlib.asynccontextmanager
 async def _upgraded_tenants(settings: Settings) -> AsyncIterator[tuple[Database, SnapshotHolder]]:
-    await Database.upgrade(settings.database_url)
+    from tenants import migrate
+
+    await migrate.upgrade(settings.database_url)
     async with _tenants(settings) as found:
         yield found
 
@@ -131,9 +135,10 @@ async def reading_admin_state(settings: Settings, token: str) -> AsyncIterator[A
 
 def upgrade_database(settings: Settings) -> str:
     """Bring the schema to the newest revision and return it. Raises TenantError, also while a gateway runs on it."""
+    from tenants import migrate
 
     async def upgrade() -> str:
         async with hold_store(settings.database_url, f"a command ({_process()})"):
-            return await Database.upgrade(settings.database_url)
+            return await migrate.upgrade(settings.database_url)
 
     return asyncio.run(upgrade())

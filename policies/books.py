@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from operator import attrgetter
 
+from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
-from policies.lag import LagMeter, TeamShare, learn_cost
-from policies.levels import Levels, RankedSequence
+from policies.lag import LagMeter, learn_cost
+from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
 from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn

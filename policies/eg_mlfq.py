@@ -26,10 +26,9 @@ is refused is passed over in this step only, and the next of the same team is tr
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
+from policies.accounts import RankedSequence, TeamShare, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
-from policies.lag import TeamShare
-from policies.levels import RankedSequence, may_fit, was_taken
 
 
 class EgMlfq(MeteredPolicy):

@@ -5,9 +5,9 @@ test: a team that sends more gets more.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from policies.accounts import RankedSequence, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
-from policies.levels import RankedSequence, may_fit, was_taken
 from policies.sequences import SequenceTerms, Turn
 
 

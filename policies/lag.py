@@ -14,109 +14,13 @@ weight is an integer. Entitlements are whole microseconds; what rounding leaves 
 
 import math
 from bisect import insort
-from collections.abc import Collection, Iterable
-from fractions import Fraction
+from collections.abc import Iterable
 
-from policies.coast import CoastMode
+from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
-from policies.levels import LevelQueues, RankedSequence
 from policies.sequences import TeamTerms
 
 _FORGET_SHIFT = 3  # a step's weight in the moving averages is 1/8
-
-
-def step_width(config: PolicyConfig, weights: Collection[int]) -> Fraction:
-    """u, in cost-microseconds per unit of weight: one sequence's most in one step over the least weight."""
-    return Fraction(config.step_cost_max_us, min(weights))
-
-
-def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
-    """Theta for a table of teams with these weights, in cost-microseconds per unit of weight; None is infinite."""
-    if not config.is_gated:
-        return None
-    if config.theta_us is not None:
-        return Fraction(config.theta_us)
-    window = Fraction(config.fairness_window_us, sum(weights))
-    return max(window, Fraction(config.quantum_cost_us, min(weights)))
-
-
-def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool = False) -> Fraction | None:
-    """The most that D of two able teams differs, at any number of slots: Theta + 2u; None is no bound.
-
-    `is_short`: while sequences are refused for blocks it is twice that, 2 Theta + 4u. Where cost is not known
-    beforehand the error of one estimate, times the slots, over the least weight comes on top; so does what copies cost
-    a team beyond its rows.
-    """
-    theta = gate_width(config, weights)
-    return None if theta is None else (theta + 2 * step_width(config, weights)) * (1 + is_short)
-
-
-class TeamShare:
-    """One team's account. Written by `LagMeter`, and by the policy while it picks."""
-
-    __slots__ = (
-        "backlogged_us",
-        "coast",
-        "cost_average",
-        "entitled_us",
-        "is_configured",
-        "lag",
-        "left_at",
-        "levels",
-        "num_away",
-        "num_live",
-        "num_refused",
-        "num_started",
-        "num_taken",
-        "overhead_us",
-        "provisional",
-        "served_us",
-        "step_cost",
-        "step_overhead",
-        "step_work",
-        "team_id",
-        "terms",
-        "unit",
-        "was_active",
-        "weight",
-        "work_average",
-    )
-
-    def __init__(self, terms: TeamTerms, config: PolicyConfig) -> None:
-        self.team_id = terms.team_id
-        self.terms = terms
-        self.weight = terms.weight
-        self.is_configured = True
-        self.levels = LevelQueues(config)
-        self.coast = CoastMode(config)
-        self.unit = 1  # scale / weight: what a microsecond of cost adds to `lag`
-        self.lag = 0  # D times scale, with `provisional` while a step is being picked
-        self.provisional = 0  # the part of `lag` that is only expected so far
-        self.left_at = 0  # virtual time, times scale, when it last became inactive
-        self.num_live = 0
-        self.num_refused = 0  # of the live ones, those refused when last tried
-        self.num_away = 0  # of the live ones, those whose KV is not on the device
-        self.num_started = 0  # of the live ones, those taken at least once
-        self.num_taken = 0  # of the live ones, those in the latest step
-        self.step_cost = 0  # of its rows, and its overheads
-        self.step_overhead = 0
-        self.step_work = 0
-        self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work
-        self.work_average = 1
-        self.served_us = 0
-        self.overhead_us = 0
-        self.entitled_us = 0
-        self.backlogged_us = 0
-        self.was_active = False
-
-    @property
-    def is_able(self) -> bool:
-        """It has a sequence that was not refused when last tried."""
-        return self.num_live > self.num_refused
-
-    def expected_cost(self, work_us: int) -> int:
-        """What `work_us` will probably be charged, by the team's own recent steps."""
-        return work_us * self.cost_average // self.work_average
 
 
 class LagMeter:

@@ -19,8 +19,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import attrgetter
 
-from policies.lag import LagMeter, TeamShare
-from policies.levels import Levels, RankedSequence
+from policies.accounts import RankedSequence, TeamShare
+from policies.lag import LagMeter
+from policies.levels import Levels
 from policies.promotion import Promotions
 from policies.sequences import Turn
 

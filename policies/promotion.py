@@ -21,10 +21,8 @@ an integer. A new table of teams changes that factor; each budget is then rounde
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
+from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
-from policies.lag import TeamShare, lag_bound
-from policies.levels import RankedSequence
-from policies.sequences import TeamTerms
 
 _WHOLE = 100  # promotion_percent is in percent
 _SLACK = 64  # entries of ended sequences that may stay in the heap beside the live ones
@@ -254,41 +252,3 @@ class Promotions:
         self._due = [(s.last_service + s.team.terms.starving_after_us, s.place, s) for s in live]
         heapify(self._due)
         self._gone = 0
-
-
-def pause_bound_us(
-    config: PolicyConfig,
-    table: Iterable[TeamTerms],
-    team_id: int,
-    num_ahead: int,
-    upload_us: int,
-    *,
-    is_short: bool = False,
-    rate_percent: int = _WHOLE,
-) -> int:
-    """The longest pause before a step of a sequence of `team_id`, in microseconds, rounded up:
-
-        alpha + band (Phi - phi) / R + (N + 1) (G + w) / rho + (sum of sigma + w) / ((1 - eta) R) + T_in
-
-    alpha, phi, rho and sigma are the team's and Phi the sum of weights in `table`; the band is `lag_bound`, Theta + 2u,
-    and twice that where blocks may be short (`is_short`); w is the longest step of one sequence, N = `num_ahead` those
-    of the team that starved before it and have not run since, T_in = `upload_us` the time its blocks need to come back.
-    A grant may cost the budget G + w, for its last step may begin with the least part of it left. R is the least rate
-    of the device in work per time, `rate_percent` hundredths: what swapping leaves of it. It bounds the pause, not the
-    progress. 0: there is no bound, for promotion is off or the team may not keep one grant.
-    Raises KeyError for a team that is not in the table.
-    """
-    by_id = {terms.team_id: terms for terms in table}
-    team = by_id[team_id]
-    percent, grant = config.promotion_percent, config.promotion_grant_us
-    weights = [terms.weight for terms in by_id.values()]
-    gap = lag_bound(config, weights, is_short=is_short)
-    if not percent or gap is None or team.promotion_burst_grants < 1:
-        return 0
-    total, step = sum(weights), config.step_cost_max_us
-    lockout = gap * (total - team.weight) * _WHOLE / rate_percent
-    sigmas = sum(terms.promotion_burst_grants for terms in by_id.values()) * grant
-    # In hundredths of a microsecond over `percent` and the like, each term rounded up by itself.
-    funding = -(-(num_ahead + 1) * (grant + step) * _WHOLE * total // (percent * team.weight))
-    crowd = -(-(sigmas + step) * _WHOLE * _WHOLE // ((_WHOLE - percent) * rate_percent))
-    return team.starving_after_us + -(-lockout.numerator // lockout.denominator) + funding + crowd + upload_us

@@ -196,13 +196,6 @@ class Database:
         frozen = None if path is None else sqlite_driver.frozen(path)
         return cls(url, make_engine(url, is_read_only=True), frozen)
 
-    @staticmethod
-    async def upgrade(url: str) -> str:
-        """Bring the schema to the newest revision and return it; see `tenants.migrate.upgrade`."""
-        from tenants import migrate  # alembic is not needed while serving
-
-        return await migrate.upgrade(url)
-
     @property
     def is_sqlite(self) -> bool:
         """Whether this is SQLite."""

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,38 @@ def test_nobody_imports_the_gateway_and_the_engine_knows_no_asyncio() -> None:
             assert not any(name.partition(".")[0] == "gateway" for name in imports_of(path)), path
     for path in modules("engine"):
         assert "asyncio" not in imports_of(path), path
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count too: a circle is two modules that are one."""
+    files = {_name_of(path): path for package in PACKAGES for path in modules(package)}
+    graph = {name: _targets(path, files) - {name} for name, path in files.items()}
+    while leaves := [name for name, targets in graph.items() if not targets]:
+        for leaf in leaves:
+            del graph[leaf]
+        for targets in graph.values():
+            targets.difference_update(leaves)
+    assert sorted(graph) == [], "these import each other, or something that does"
+
+
+def test_only_the_device_folder_imports_torch() -> None:
+    for path in modules("engine"):
+        if not path.is_relative_to(ROOT / "engine" / "device"):
+            assert not any(name.partition(".")[0] == "torch" for name in imports_of(path)), path
+
+
+def _name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _targets(path: Path, files: Mapping[str, Path]) -> set[str]:
+    """The modules of ours that a file imports, or imports a name from."""
+    found = set()
+    for name in imports_of(path):
+        module = name if name in files else name.rpartition(".")[0]
+        if module in files:
+            found.add(module)
+    return found
 
 
 @pytest.mark.parametrize(

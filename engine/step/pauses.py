@@ -8,9 +8,8 @@ import heapq
 from collections.abc import Iterable
 
 from engine.request import Sequence
+from policies.bounds import gate_width, pause_bound_us, step_width
 from policies.config import PolicyConfig
-from policies.lag import gate_width, step_width
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms
 
 _CACHE_MAX = 10_000

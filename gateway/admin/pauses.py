@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.wire.messages import Hello
+from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms
 from tenants.snapshot import TeamEntry
 

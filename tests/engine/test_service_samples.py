@@ -3,9 +3,9 @@
 from engine.process.samples import INTERVAL_US, LOOK_US, ServiceSampler
 from engine.step.pauses import Promises
 from engine.wire.messages import ConfigureTeams, TeamEntry
+from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamService, TeamTerms
 from tests.engine.support import ArrivalOrder, Engine, submit, team
 

@@ -15,8 +15,8 @@ from sqlalchemy import select
 from engine.wire.messages import PolicyInfo
 from gateway.admin import pauses
 from gateway.admin.app import AdminState
+from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms
 from tenants import tables
 from tenants.errors import InvalidKey, KeyRevoked

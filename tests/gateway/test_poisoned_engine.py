@@ -15,7 +15,7 @@ from gateway.link.client import EngineClient
 from gateway.listen.protocol import HttpProtocol
 from gateway.openai.app import GatewayState, HttpSettings, public_app
 from gateway.text.tokenizer import ModelTokenizer
-from tenants import tables
+from tenants import migrate, tables
 from tenants.database import Database, sqlite_url
 from tenants.leases import Leases
 from tenants.ledger import Ledger
@@ -52,7 +52,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(directory: Path) -> AsyncIterator[Rig]:
-    await Database.upgrade(sqlite_url(directory / "t.db"))
+    await migrate.upgrade(sqlite_url(directory / "t.db"))
     database = Database.open(sqlite_url(directory / "t.db"))
     holder = SnapshotHolder(database, PEPPER)
     key = await tenant(database, PEPPER)

@@ -18,7 +18,7 @@ from gateway.link.client import EngineClient
 from gateway.listen.protocol import HttpProtocol
 from gateway.openai.app import GatewayState, HttpSettings, public_app
 from gateway.text.tokenizer import ModelTokenizer
-from tenants import keys, tables, teams
+from tenants import keys, migrate, tables, teams
 from tenants.clock import wall_clock_us
 from tenants.database import Database, sqlite_url
 from tenants.leases import Leases
@@ -75,7 +75,7 @@ async def hang_up(port: int, key: str, number: int) -> None:
 async def test_requests_departures_and_a_dead_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("e")
     url = sqlite_url(directory / "t.db")
-    await Database.upgrade(url)
+    await migrate.upgrade(url)
     database = Database.open(url)
     holder = SnapshotHolder(database, PEPPER)
     key = await tenant(database, PEPPER)

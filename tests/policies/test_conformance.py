@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policies.accounts import LevelQueues, RankedSequence
 from policies.catalog import POLICIES, make_policy
 from policies.config import PolicyConfig
-from policies.levels import LevelQueues, RankedSequence
 from policies.policy import Policy
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from tests.policies.scenarios import Scenario, scenarios

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from policies.lag import lag_bound
+from policies.bounds import lag_bound
 from tests.policies.driver import UNIT, Driver, Job, config
 
 STEPS = 400

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms
 from tests.policies.driver import UNIT, Driver, Job, config
 

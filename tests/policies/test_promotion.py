@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
-from policies.promotion import pause_bound_us
 from policies.sequences import TeamTerms
 from tests.policies.driver import UNIT, Driver, config
 

@@ -10,13 +10,14 @@ import pytest
 
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import BURST_US, LinkBudget
+from policies.bounds import gate_width, lag_bound, pause_bound_us, step_width
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.cost import split_step
 from policies.eg_mlfq import EgMlfq
-from policies.lag import LagMeter, gate_width, lag_bound, step_width
+from policies.lag import LagMeter
 from policies.levels import Levels
-from policies.promotion import Promotions, pause_bound_us
+from policies.promotion import Promotions
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.tiers import DEFAULT_TIERS
 from tests.policies.reference import water_fill

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gateway.cli.main import app
 from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, tables, tiers
-from tenants.database import Database, sqlite_url
+from tenants.database import sqlite_url
 from tenants.errors import Invalid, MigrationFailed, SchemaTooNew, StoreUnavailable
 from tests.tenants.support import Store, upgrade_to
 
@@ -53,7 +53,7 @@ async def test_a_new_store_has_the_three_tiers_and_an_old_one_keeps_its_own(stor
         assert set(await tiers.list_tiers(connection)) == set(DEFAULT_TIERS)
     async with store.database.begin_immediate() as connection:
         await tiers.update_tier(connection, "gold", {"weight": 9}, at_us=2, actor="test")
-    await Database.upgrade(store.url)
+    await migrate.upgrade(store.url)
     async with store.database.session() as connection:
         assert (await tiers.get_tier(connection, "gold")).weight == 9
 

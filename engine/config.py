@@ -5,6 +5,10 @@ import msgspec
 MODES = ("proactive", "reactive", "recompute", "none")  # of memory_preemption
 
 
+class StartError(Exception):
+    """The engine cannot start, for a reason that an operator can mend. The message is one line for them."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is started with. Passed as one JSON document on its command line."""
 

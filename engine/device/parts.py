@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StartError
 from engine.models.store import ModelStoreError, cache_root, model_info, prepare
 from engine.wire.messages import ModelInfo
 from policies.cost import StepProfile
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from engine.device.runner import TorchRunner
 
 logger = logging.getLogger(__name__)
-
-
-class EngineStartError(Exception):
-    """The engine cannot start with these settings. The message is one line: what is wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ def build(config: EngineConfig) -> TorchParts:
     """Load the model, allocate the KV pools, measure or read the step profile, time a block copy.
 
     A host pool larger than the memory there is, is made smaller with a warning, for its default must not keep a small
-    machine from serving. Raises EngineStartError.
+    machine from serving. Raises StartError.
     """
     # A thread that spins while it waits steals the core its neighbour needs: with busy cores each small
     # matrix product then takes a scheduler tick. It only has effect before torch's OpenMP starts.
@@ -62,7 +58,7 @@ def build(config: EngineConfig) -> TorchParts:
         per_block = block_bytes(stored.config, config.block_size, dtype)
         num_blocks = config.kv_memory_bytes // per_block
         if num_blocks < 1:
-            raise EngineStartError(
+            raise StartError(
                 f"--kv-memory of {config.kv_memory_bytes} bytes does not hold one KV block of {per_block} bytes; "
                 "raise it"
             )
@@ -85,7 +81,7 @@ def build(config: EngineConfig) -> TorchParts:
             kernels=kernels,
         )
     except (ModelStoreError, KVAllocationError) as error:
-        raise EngineStartError(str(error)) from None
+        raise StartError(str(error)) from None
     if num_blocks * config.block_size < stored.config.context_len:
         logger.warning(
             "the KV pool holds %d tokens, less than one context of %d: longer requests are refused",
@@ -144,13 +140,13 @@ def _num_host_blocks(config: EngineConfig, device: "torch.device", num_device_bl
 
 
 def choose_device(name: str) -> "torch.device":
-    """The device by setting; "auto" takes CUDA where there is one. Raises EngineStartError."""
+    """The device by setting; "auto" takes CUDA where there is one. Raises StartError."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
-        raise EngineStartError(f"device {name!r} is not known; use auto, cpu or cuda")
+        raise StartError(f"device {name!r} is not known; use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise EngineStartError("device cuda was asked for, but torch sees none; use --device cpu")
+        raise StartError("device cuda was asked for, but torch sees none; use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -160,12 +156,12 @@ def choose_dtype(name: str, device: "torch.device") -> "torch.dtype":
     """The weights' type by setting; "auto" takes bfloat16 where the processor multiplies it natively, else float32.
 
     On a CPU without AVX512_BF16 or AMX bfloat16 is emulated and slower than float32; with either it is about twice as
-    fast at every batch size (benchmarks/decode_step.py). Raises EngineStartError.
+    fast at every batch size (benchmarks/decode_step.py). Raises StartError.
     """
     import torch
 
     if name not in ("auto", "float32", "bfloat16"):
-        raise EngineStartError(f"dtype {name!r} is not known; use auto, float32 or bfloat16")
+        raise StartError(f"dtype {name!r} is not known; use auto, float32 or bfloat16")
     if name != "auto":
         return torch.float32 if name == "float32" else torch.bfloat16
     if device.type == "cuda":

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
-from engine.config import MODES, EngineConfig
+from engine.config import MODES, EngineConfig, StartError
 from engine.parts import EngineParts
 from engine.process.listener import EngineIdentity
 from engine.process.samples import ServiceSampler
@@ -25,10 +25,6 @@ from policies.catalog import make_policy
 from policies.config import PolicyConfig, from_profile
 from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
-
-
-class StartError(Exception):
-    """The engine cannot start; the text says what is wrong and what to do."""
 
 
 def read_config(text: str) -> EngineConfig:
@@ -91,12 +87,9 @@ def _simulated(config: EngineConfig) -> EngineParts:
 
 
 def _with_torch(config: EngineConfig) -> EngineParts:
-    from engine.device.parts import EngineStartError, build
+    from engine.device.parts import build
 
-    try:
-        parts = build(config)
-    except EngineStartError as error:
-        raise StartError(str(error)) from error
+    parts = build(config)
     return EngineParts(
         runner=parts.runner,
         clock=MonotonicClock(),
@@ -114,10 +107,13 @@ def assemble(
 ) -> tuple[EngineCore, ServiceSampler, Hello]:
     """Policy, scheduler and core on these parts, what samples them, and the engine's first message.
 
-    `tell` gets one line should the step log stop. Raises StepLogError.
+    `tell` gets one line should the step log stop. Raises StartError or StepLogError.
     """
     constants = policy_config(config, parts.profile, parts.model.context_len)
-    policy = make_policy(config.policy, constants)
+    try:
+        policy = make_policy(config.policy, constants)
+    except ValueError as error:
+        raise StartError(str(error)) from None
     has_promises = policy.name == EgMlfq.name
     upload_us = _upload_max_us(config, parts)
     rate_percent = least_rate_percent(config) if upload_us else 100

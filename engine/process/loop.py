@@ -19,14 +19,16 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from engine.clock import Clock
+from engine.config import StartError
 from engine.models.store import ModelStoreError
-from engine.process.assembly import StartError, assemble, build_parts, read_config
+from engine.process.assembly import assemble, build_parts, read_config
 from engine.process.connection import Connection, ConnectionLost
 from engine.process.listener import Address, ListenError
 from engine.process.samples import ServiceSampler
@@ -34,18 +36,9 @@ from engine.step.core import EngineCore
 from engine.wire.framing import FrameError
 from engine.wire.messages import Abort, FromGateway, Hello, Submit
 
-# What a missing file, a damaged model, a full disk or too little memory look like; one line for each.
-START_ERRORS = (
-    StartError,
-    ListenError,
-    ModelStoreError,
-    OSError,
-    ValueError,
-    LookupError,
-    RuntimeError,
-    ImportError,
-    MemoryError,
-)
+# What an operator can mend: a wrong setting, a missing file, a full disk, too little memory. One line says it all.
+# Anything else is a damaged model or a bug of ours, and keeps its traceback above that line.
+EXPECTED_ERRORS = (StartError, ListenError, ModelStoreError, OSError, MemoryError)
 
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -236,7 +229,7 @@ def _log(line: str) -> None:
 
 
 def _start(arguments: argparse.Namespace) -> tuple[Address, EngineService]:
-    """Everything up to the line that says it listens. Raises one of START_ERRORS."""
+    """Everything up to the line that says it listens. Raises whatever keeps the engine from starting."""
     config = read_config(arguments.config)
     _quiet_openmp(config.num_threads)
     parent_fd = sys.stdin.fileno() if arguments.parent_stdin else None
@@ -273,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         address, service = _start(arguments)
-    except START_ERRORS as error:
+    except Exception as error:  # noqa: BLE001 - the process ends, and its last line is what the gateway tells
+        if not isinstance(error, EXPECTED_ERRORS):
+            traceback.print_exc()
         print(f"terazi-engine: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
         return 1
     try:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StartError
 from engine.device.profiling import read_profile
 from engine.models.config import read_model_config
 from engine.models.store import describe
@@ -29,7 +29,7 @@ def build(config: EngineConfig) -> EngineParts:
     block_bytes = read_model_config(Path(model.path)).kv_bytes_per_token(KV_ELEMENT_BYTES) * config.block_size
     if config.kv_memory_bytes < block_bytes:
         had = config.kv_memory_bytes
-        raise ValueError(f"--kv-memory of {had} bytes holds no block of {block_bytes} bytes; raise it")
+        raise StartError(f"--kv-memory of {had} bytes holds no block of {block_bytes} bytes; raise it")
     profile = fixed_profile()
     clock = PacedClock()
     block_copy_us = block_bytes * 1e6 / COPY_BYTES_PER_SECOND

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StartError
 from engine.device.kv_cache import KVCache, host_blocks_that_fit
 from engine.device.kv_canary import KVCanary
-from engine.device.parts import EngineStartError, build, choose_dtype, cpu_has_bfloat16
+from engine.device.parts import build, choose_dtype, cpu_has_bfloat16
 from engine.device.profiling import measure_block_copy_us
 from engine.models.config import read_model_config
 from engine.models.store import TINY
@@ -302,7 +302,7 @@ def test_a_host_pool_larger_than_memory_is_made_smaller_and_said_so(
 @pytest.mark.case("K77")
 def test_a_host_pool_that_cannot_be_had_stops_the_start(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.device.kv_cache.host_blocks_that_fit", lambda wanted, *_: wanted)
-    with pytest.raises(EngineStartError, match=r"the host KV pool of .* lower --host-kv-memory") as error:
+    with pytest.raises(StartError, match=r"the host KV pool of .* lower --host-kv-memory") as error:
         build(config_of(cache_dir, dtype="float32", host_kv_memory_bytes=2**60))
     assert "\n" not in str(error.value)
 
@@ -335,7 +335,7 @@ def resident_bytes() -> int:
 )
 def test_settings_that_cannot_work_stop_the_start(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     base = msgspec.structs.asdict(config_of(tmp_path, dtype="float32"))
-    with pytest.raises(EngineStartError, match=expected) as error:
+    with pytest.raises(StartError, match=expected) as error:
         build(EngineConfig(**{**base, **changes}))
     assert "\n" not in str(error.value)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from engine.config import StartError
+from engine.process.loop import main
 from engine.wire.framing import encode
 from engine.wire.messages import Refused, ServiceSamples, StepDone
 from tests.engine.engine_process import END_SECONDS, Process, ended
@@ -396,3 +398,24 @@ def _status_number(pid: int, name: str) -> int:
     with open(f"/proc/{pid}/status") as file:
         line = next(line for line in file if line.startswith(f"{name}:"))
     return int(line.split()[1])
+
+
+def test_a_bug_at_the_start_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last line is what the gateway tells; what stands above it is for whoever mends it."""
+    for error, has_traceback in (
+        (KeyError("oops"), True),
+        (StartError("no such model"), False),
+        (OSError(28, "full"), False),
+    ):
+
+        def start(_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("engine.process.loop._start", start)
+        monkeypatch.setattr("engine.process.loop.IGNORED_SIGNALS", ())
+        assert main(["--socket", "/nowhere"]) == 1
+        said = capfd.readouterr().err
+        assert said.splitlines()[-1].startswith("terazi-engine: ")
+        assert ("Traceback" in said) == has_traceback

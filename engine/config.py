@@ -21,6 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int = 64  # slots: rows of one step
     max_batch_tokens: int = 2048  # tokens of one step
     prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of this position
+    prefill_chunk_us: int = 0  # predicted time of one prompt row; 0: ten times the fixed part of a step
+    step_time_max_us: int = 0  # predicted time of a step, beyond which it takes no prompt row; 0: fifty times that part
     block_size: int = 16  # tokens of one KV block
     kv_memory_bytes: int = 2 * 1024**3
     host_kv_memory_bytes: int = 4 * 1024**3  # swapped-out KV; 0 is no host pool

@@ -76,6 +76,9 @@ _by_rank = attrgetter("rank", "place")
 _by_arrival = attrgetter("arrival")
 
 
+has_token = attrgetter("has_generated")  # true once it has produced a token
+
+
 def may_fit(sequence: RankedSequence) -> bool:
     """Not one that is away and was refused when last tried."""
     return not (sequence.is_away and sequence.is_refused)
@@ -201,6 +204,7 @@ class TeamShare:
         "provisional",
         "served_us",
         "step_cost",
+        "step_decode",
         "step_overhead",
         "step_work",
         "team_id",
@@ -228,6 +232,7 @@ class TeamShare:
         self.num_started = 0  # of the live ones, those taken at least once
         self.num_taken = 0  # of the live ones, those in the latest step
         self.step_cost = 0  # of its rows, and its overheads
+        self.step_decode = 0  # the part of `step_cost` that is for decode rows
         self.step_overhead = 0
         self.step_work = 0
         self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work

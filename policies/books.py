@@ -3,7 +3,7 @@
 FCFS keeps them too, so that reports and the fairness test read the same figures whatever the order was.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from operator import attrgetter
 
@@ -13,7 +13,7 @@ from policies.lag import LagMeter, learn_cost
 from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, StepTime, TeamService, TeamTerms, Turn
 
 
 class MeteredPolicy:
@@ -113,6 +113,10 @@ class MeteredPolicy:
         for sequence in list(self._fresh):
             self._book_refused(sequence)
 
+    def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
+        """Orders without shares have no limit."""
+        return None
+
     def set_away(self, seq_id: int, is_away: bool) -> None:
         """Only noted, for `refuse_away`. Raises KeyError for one that is not here."""
         sequence = self._sequences[seq_id]
@@ -130,7 +134,9 @@ class MeteredPolicy:
             sequence.team.num_refused += 1
             self._meter.num_refused += 1
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
         """The step has run: the meter first, then the levels, then the mode of teams with completions. Sequences that
         ended leave after this.
         """
@@ -144,6 +150,8 @@ class MeteredPolicy:
             team = sequence.team
             team.step_cost += row.cost_us
             team.step_work += row.work_us
+            if row.is_decode:
+                team.step_decode += row.cost_us
         for team in self._taken:
             team.lag -= team.provisional
             team.provisional = 0
@@ -152,11 +160,11 @@ class MeteredPolicy:
         if overheads:
             billed = billed.copy()
             total += self._bill(overheads, billed)
-        self._meter.settle(self._planned, self._step, total, max(costs, default=0))
+        self._meter.settle(self._planned, self._step, total, max(costs, default=0), time)
         for team in billed:
             team.served_us += team.step_cost
             learn_cost(team)
-            team.step_cost = team.step_work = team.step_overhead = 0
+            team.step_cost = team.step_work = team.step_overhead = team.step_decode = 0
         self._rows = rows
         self._levels.charge(rows, now_us, self._promotions)
         if self._is_coast_on:

@@ -86,6 +86,8 @@ def from_profile(
     fairness_window_us: int,
     chunk_tokens: int,
     context_len: int,
+    chunk_us: int | None = None,
+    block_size: int = 16,
     coast: bool = True,
     promotion_percent: int = 20,
     min_run_steps: int = 8,
@@ -96,14 +98,18 @@ def from_profile(
     """
     chunk = max(1, min(chunk_tokens, context_len))
     decode_work = profile.decode_work_us(min(TYPICAL_CONTEXT_LEN, context_len))
-    largest = max(profile.prefill_marginal_us(context_len - chunk, chunk), profile.decode_marginal_us(context_len))
+    prefill = profile.prefill_marginal_us(context_len - chunk, chunk)
+    if chunk_us is not None:
+        block = min(block_size, context_len)
+        prefill = min(prefill, max(chunk_us, profile.prefill_marginal_us(context_len - block, block)))
+    largest = max(prefill, profile.decode_marginal_us(context_len))
     return PolicyConfig(
         levels=levels,
         base_quantum_us=QUANTUM_DECODE_STEPS * decode_work,
         fairness_window_us=fairness_window_us,
         step_cost_max_us=round(profile.fixed_us + largest),
         decode_work_us=decode_work,
-        chunk_work_us=profile.prefill_work_us(0, chunk),
+        chunk_work_us=min(profile.prefill_work_us(0, chunk), round(profile.fixed_us) + (chunk_us or 1 << 62)),
         coast=coast,
         promotion_percent=promotion_percent,
         min_run_steps=min_run_steps,

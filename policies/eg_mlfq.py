@@ -23,12 +23,13 @@ Sequences of one team come in order from a walk over its queues that lives as lo
 is refused is passed over in this step only, and the next of the same team is tried.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 
-from policies.accounts import RankedSequence, TeamShare, may_fit, was_taken
+from policies.accounts import RankedSequence, TeamShare, has_token, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
+from policies.prompt_time import even_prompt_us
 
 
 class EgMlfq(MeteredPolicy):
@@ -132,6 +133,39 @@ class EgMlfq(MeteredPolicy):
         heapify(self._eligible)
         heapify(self._gated)
         self._is_stale = True
+
+    def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
+        """By `policies.prompt_time`; lags are those at the step's beginning."""
+        theta = self._meter.theta
+        teams = self._meter.teams
+        team = teams[team_id]
+        rivals = [(teams[other], part_us) for other, part_us in others.items() if other != team_id and part_us > 0]
+        if theta is None or not rivals:
+            return None
+        least = min([rival.lag - rival.provisional for rival, _ in rivals])
+        slack = (least + theta - team.lag + team.provisional) // team.unit
+        return max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
+
+    def leave_prompts(self, team_id: int) -> None:
+        eligible, gated = self._eligible, self._gated
+        place = next((i for i, entry in enumerate(eligible) if entry[3].team.team_id == team_id), None)
+        assert place is not None, f"no candidate of team {team_id} is eligible"
+        head = eligible.pop(place)[3]
+        heapify(eligible)
+        team = head.team
+        walk = self._walks.get(team)
+        if walk is None:
+            walk = team.levels.walk()
+            next(walk)
+        self._walks[team] = walk = filter(has_token, walk)
+        following = head if head.has_generated else next(walk, None)
+        if following is not None:
+            if team.lag <= self._limit:
+                heappush(eligible, (following.rank, team.lag, following.place, following))
+            else:
+                heappush(gated, (team.lag, following.place, following))
+        if not eligible:
+            self._is_stale = True
 
     def refuse_away(self) -> None:
         """Pass over them. They are counted as refused already, so neither the books nor the gate change."""

@@ -5,7 +5,7 @@ test: a team that sends more gets more.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from policies.accounts import RankedSequence, may_fit, was_taken
+from policies.accounts import RankedSequence, has_token, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Turn
@@ -49,6 +49,12 @@ class Fcfs(MeteredPolicy):
         super().refuse_new()
         self._walk = filter(was_taken, self._walk)
         if self._top is not None and not self._top.step:
+            self._top = next(self._walk, None)
+
+    def leave_prompts(self, team_id: int) -> None:
+        self._walk = filter(lambda sequence: sequence.has_generated or sequence.team.team_id != team_id, self._walk)
+        top = self._top
+        if top is not None and top.team.team_id == team_id and not has_token(top):
             self._top = next(self._walk, None)
 
     def refuse_away(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
-from policies.sequences import TeamTerms
+from policies.sequences import StepTime, TeamTerms
 
 _FORGET_SHIFT = 3  # a step's weight in the moving averages is 1/8
 
@@ -182,7 +182,7 @@ class LagMeter:
         """Sequences are refused, or not all teams are back in the narrow band since: lags may lie in the wide one."""
         return self.num_refused > 0 or self._was_short
 
-    def settle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int) -> None:
+    def settle(self, planned: list[TeamShare], step: int, cost_us: int, largest_us: int, time: StepTime) -> None:
         """Book a step that cost `cost_us`, of which each planned team's part is its `step_cost`; no one sequence cost
         more than `largest_us`. `planned` are the teams active when the step was planned, by team_id; sequences with
         this `step` were in it.
@@ -190,7 +190,7 @@ class LagMeter:
         if cost_us > 0:
             weight = sum([team.weight for team in planned])
             self._virtual_time += cost_us * self.scale // weight
-            self._entitle(planned, weight, step, cost_us, largest_us)
+            self._entitle(planned, weight, step, cost_us, largest_us, time)
         self._band = None
         if self._satisfied:
             self._cut_the_satisfied(planned)
@@ -199,7 +199,9 @@ class LagMeter:
         if self.num_refused:
             self._lift_the_unable()
 
-    def _entitle(self, planned: list[TeamShare], weight: int, step: int, cost_us: int, largest_us: int) -> None:
+    def _entitle(
+        self, planned: list[TeamShare], weight: int, step: int, cost_us: int, largest_us: int, time: StepTime
+    ) -> None:
         """Water-filling: teams whose demand is below their part get all of it, the others share the rest by weight.
 
         A team with sequences left out demands at least `largest_us` for each. That lower bound nearly always decides;
@@ -207,6 +209,7 @@ class LagMeter:
         """
         rest = cost_us
         satisfied = self._satisfied
+        longer_us = time.predicted_us - time.decode_us  # than it would be with its decode rows alone
         for team in planned:
             if team.num_live > team.num_taken:
                 team.backlogged_us += cost_us
@@ -215,10 +218,13 @@ class LagMeter:
             unsatisfied = []
             for team in thirsty:
                 left_out = team.num_live - team.num_taken
-                demand = team.step_cost + left_out * largest_us
+                served = team.step_cost
+                if longer_us and team.step_decode:
+                    served += team.step_decode * longer_us // time.decode_us
+                demand = served + left_out * largest_us
                 if demand * weight <= team.weight * rest:
                     if left_out:
-                        demand = _demand(team, step, cost_us, largest_us)
+                        demand = _demand(team, served, step, cost_us, largest_us)
                     if demand * weight <= team.weight * rest:
                         rest -= demand
                         weight -= team.weight
@@ -302,13 +308,13 @@ def _team_id(team: TeamShare) -> int:
     return team.team_id
 
 
-def _demand(team: TeamShare, step: int, enough: int, largest_us: int) -> int:
+def _demand(team: TeamShare, served: int, step: int, enough: int, largest_us: int) -> int:
     """served + sum over the sequences left out of max(largest cost in this step, its own expected cost). Summing stops
     at `enough`, the whole step's cost: more demand than that changes nothing.
 
     The own expected cost keeps a team of long steps from being judged by the short steps that ran instead.
     """
-    demand = team.step_cost
+    demand = served
     sequence: RankedSequence
     for sequence in team.levels.walk():
         if sequence.step != step:

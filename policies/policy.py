@@ -6,10 +6,10 @@ returns None or the step is full (`refuse_new` and `refuse_away` may come anywhe
 A policy has no I/O, no clock and no randomness: the same calls give the same answers.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, StepTime, TeamService, TeamTerms, Turn
 
 
 class Policy(Protocol):
@@ -47,6 +47,19 @@ class Policy(Protocol):
         As if each had been refused by itself, without a thousand turns when a thousand wait for blocks.
         """
 
+    def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
+        """How long, by the step profile, all prompt rows of a team with live sequences may take in this step; None is no
+        limit. Between picks only.
+
+        Without them the step takes `step_us`; `others` says how much of it is for tokens of which other team.
+        """
+
+    def leave_prompts(self, team_id: int) -> None:
+        """Pass over, in this step, every sequence of the team that has not produced a token: their time is used up.
+
+        They are not refused: they fit, and wait for nothing but their turn.
+        """
+
     def set_away(self, seq_id: int, is_away: bool) -> None:
         """The KV of `seq_id` leaves the device, or it is back, or lost altogether. Between picks only."""
 
@@ -62,7 +75,9 @@ class Policy(Protocol):
         The holder stays while it may. None: the policy does not look at teams.
         """
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
         """The step has run. Charges teams, moves levels. Called also with an empty sequence when nothing ran.
 
         `overheads` are the parts of the step's cost that belong to no row: each is charged to its team, active or not.

@@ -41,6 +41,18 @@ class Served:
     cost_us: int  # its part of the step's measured time; all parts of a step sum to the step
     has_generated: bool  # it has produced at least its first token, this step included
     has_finished: bool = False  # this was its last step: it stopped or reached its length (not: aborted, failed)
+    is_decode: bool = False  # a decode row, which other rows of the step made wait
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step's time by the step profile, in whole microseconds: with all its rows, and with its decode rows alone."""
+
+    predicted_us: int
+    decode_us: int
+
+
+AS_SERVED = StepTime(1, 1)  # no row has made another one wait
 
 
 @dataclass(frozen=True, slots=True)

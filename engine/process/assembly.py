@@ -20,6 +20,7 @@ from engine.step.core import EngineCore
 from engine.step.log import StepLog, StepLogStart
 from engine.step.pauses import Promises
 from engine.step.scheduler import Scheduler
+from engine.step.step_time import chunk_us
 from engine.wire.messages import PROTOCOL_VERSION, Hello, PolicyInfo, ProfileInfo
 from policies.catalog import make_policy
 from policies.config import PolicyConfig, from_profile
@@ -69,6 +70,8 @@ def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) 
         fairness_window_us=config.fairness_window_ms * 1000,
         coast=config.coast,
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
+        chunk_us=chunk_us(config, profile),
+        block_size=config.block_size,
         context_len=context_len,
         promotion_percent=config.promotion_percent,
         min_run_steps=config.swap_min_run_steps,

@@ -24,6 +24,7 @@ from engine.memory.manager import MemoryManager, Place
 from engine.plan import Row, StepPlan, StepResult
 from engine.request import Request, Sequence
 from engine.step.pauses import Promises
+from engine.step.step_time import StepTimer, step_time
 from engine.wire.messages import FinishReason, TokenEvent
 from policies.cost import StepProfile
 from policies.policy import Policy
@@ -35,6 +36,7 @@ class ArrivalError(Exception):
 
 
 _DEVICE = Place.DEVICE  # looked up once
+_MAY_RUN = frozenset({Place.DEVICE, Place.NOWHERE, Place.LOST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Scheduler:
             config, policy, profile, self._sequences, num_device_blocks, num_host_blocks, block_copy_us
         )
         self.promises = promises or Promises(None, 0)
+        self._timer = StepTimer(config, policy, profile)
         self._ran_last: list[Sequence] = []
         self._open: _Picked | None = None
         self._next_seq_id = 0
@@ -180,6 +183,12 @@ class Scheduler:
             sequence.is_running = False
             sequence.num_preemptions += 1
         picked = self._pick(now_us)
+        if not picked.rows and self._timer.has_left_out:
+            # All prompts waited for rows of other teams that then found no blocks.
+            self.policy.settle((), now_us)
+            self._timer.is_limited = False
+            picked = self._pick(now_us)
+            self._timer.is_limited = True
         while not (picked.rows or copies.out or copies.back or memory.is_copying):
             self.policy.settle((), now_us)
             forced = memory.force(self._next_step_id, now_us)
@@ -201,7 +210,9 @@ class Scheduler:
         tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
         picked = _Picked([], [], [], [])
         rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
+        timer = self._timer
         policy.begin(now_us)
+        timer.begin(self._ran_last)
         self.memory.begin()
         while slots_left and tokens_left:
             seq_id = best()
@@ -210,9 +221,16 @@ class Scheduler:
             sequence = live[seq_id]
             memory = sequence.memory
             has_started = memory.place is not _DEVICE
+            output, start_at = sequence.output_token_ids, memory.num_computed
+            end = start_at + 1
+            if not output and start_at >= memory.replay_to and memory.place in _MAY_RUN:
+                end = self._chunk_end(sequence, tokens_left)
+                end = timer.prompt_end(sequence, end, rows, sequences, marginals_us, slots_left)
+                if end == start_at:
+                    policy.leave_prompts(sequence.request.team_id)
+                    continue
             if has_started and not start(sequence):
                 continue
-            output, start_at = sequence.output_token_ids, memory.num_computed
             if output and start_at >= memory.replay_to:
                 # Most rows decode, so theirs are made here: a call for each would cost a twentieth of the whole pick.
                 if not reach(sequence, start_at + 1):
@@ -223,7 +241,8 @@ class Scheduler:
                 row = Row(seq_id, True, start_at, (output[-1],), blocks, True, sampling, len(output))
                 tokens_left -= 1
             else:
-                end = self._chunk_end(sequence, tokens_left)
+                if start_at < memory.replay_to:
+                    end = self._chunk_end(sequence, tokens_left)
                 if not reach(sequence, end):
                     continue
                 make_row = self._replay_row if start_at < memory.replay_to else self._chunk_row
@@ -240,6 +259,8 @@ class Scheduler:
             sequences.append(sequence)
             rows.append(row)
             slots_left -= 1
+            if timer.is_open:
+                timer.took(row, sequence, marginal_us)
             if has_started:
                 self.memory.started()
         self._change_slots(sequences)
@@ -299,8 +320,14 @@ class Scheduler:
                 if reason is not None:
                     ending.append((sequence, reason))
             new_tokens.append(tokens)
-            served.append(Served(seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None))
-        self.policy.settle(served, now_us, booked.overheads)
+            served.append(
+                Served(
+                    seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None, row.is_decode
+                )
+            )
+        self.policy.settle(
+            served, now_us, booked.overheads, step_time(self._profile, plan.rows, step.marginals_us)
+        )
         level_of = self.policy.level
         events: list[TokenEvent] = []
         for sequence, tokens in zip(step.sequences, new_tokens, strict=True):

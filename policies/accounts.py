@@ -26,12 +26,14 @@ class RankedSequence:
         "arrival",
         "attained",
         "grant_left",
+        "grant_unused",
         "has_generated",
         "is_apart",
         "is_away",
         "is_exhausted",
         "is_refused",
         "is_starving",
+        "last_cost",
         "last_service",
         "level",
         "min_run_left",
@@ -58,12 +60,14 @@ class RankedSequence:
         self.attained = 0  # work done in all
         self.prefill_work = prefill_work
         self.next_work = next_work  # what its next step will take, as far as the policy can tell
+        self.last_cost = 0  # what its latest decode row would cost by the step profile; 0 before the first
         self.has_generated = False
         self.is_away = False  # its KV is on the host, or on the way there or back
         self.is_refused = False  # when last tried, its blocks were missing or on their way
         self.step = 0  # the last step it was taken into
         self.min_run_left = 0  # steps in which it still keeps its slot
         self.grant_left = 0  # work it may still do in lane P
+        self.grant_unused = 0  # what was left of a grant that it handed back
         self.last_service = 0  # when its last step ended; its arrival until then
         self.is_starving = False  # in its team's promotion queue
         self.is_exhausted = False  # since it starves, it has found the budget too small
@@ -189,7 +193,6 @@ class TeamShare:
     __slots__ = (
         "backlogged_us",
         "coast",
-        "cost_average",
         "entitled_us",
         "is_configured",
         "lag",
@@ -206,13 +209,11 @@ class TeamShare:
         "step_cost",
         "step_decode",
         "step_overhead",
-        "step_work",
         "team_id",
         "terms",
         "unit",
         "was_active",
         "weight",
-        "work_average",
     )
 
     def __init__(self, terms: TeamTerms, config: PolicyConfig) -> None:
@@ -234,9 +235,6 @@ class TeamShare:
         self.step_cost = 0  # of its rows, and its overheads
         self.step_decode = 0  # the part of `step_cost` that is for decode rows
         self.step_overhead = 0
-        self.step_work = 0
-        self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work
-        self.work_average = 1
         self.served_us = 0
         self.overhead_us = 0
         self.entitled_us = 0
@@ -247,7 +245,3 @@ class TeamShare:
     def is_able(self) -> bool:
         """It has a sequence that was not refused when last tried."""
         return self.num_live > self.num_refused
-
-    def expected_cost(self, work_us: int) -> int:
-        """What `work_us` will probably be charged, by the team's own recent steps."""
-        return work_us * self.cost_average // self.work_average

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
-from policies.lag import LagMeter, learn_cost
+from policies.lag import LagMeter
 from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
@@ -35,6 +35,7 @@ class MeteredPolicy:
         self._taken: list[TeamShare] = []  # teams with sequences in the latest step
         self._rows: list[tuple[RankedSequence, Served]] = []  # the latest settled step
         self._is_settled = True
+        self._modelled_us = 0  # what the rows of this step should cost
         self._fresh: dict[RankedSequence, None] = {}  # never taken, and not known to be refused
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
@@ -82,15 +83,16 @@ class MeteredPolicy:
         """Start picking for one step. Grants of promotion are given out here."""
         assert self._is_settled, "begin before the last step was settled"
         self._is_settled = False
+        self._modelled_us = 0
         self._now_us = now_us
-        self._promotions.begin(now_us)
+        self._promotions.begin(now_us, self._step)
         self._step += 1
         self._planned = self._meter.active.copy()
         for team in self._taken:
             team.num_taken = 0
         self._taken = []
 
-    def _book_taken(self, sequence: RankedSequence, work_us: int) -> None:
+    def _book_taken(self, sequence: RankedSequence, work_us: int, cost_us: int | None) -> None:
         """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""
         team = sequence.team
         if sequence.step == 0:
@@ -100,7 +102,13 @@ class MeteredPolicy:
         if team.num_taken == 0:
             self._taken.append(team)
         team.num_taken += 1
-        expected = work_us * team.cost_average // team.work_average * team.unit
+        if cost_us is None:
+            cost_us = work_us
+        if sequence.has_generated and work_us:
+            sequence.last_cost = cost_us
+        if work_us:
+            self._modelled_us += cost_us
+        expected = self._meter.expected_cost(cost_us) * team.unit
         team.provisional += expected
         team.lag += expected
         if sequence.is_refused:
@@ -149,7 +157,6 @@ class MeteredPolicy:
         for sequence, row in rows:
             team = sequence.team
             team.step_cost += row.cost_us
-            team.step_work += row.work_us
             if row.is_decode:
                 team.step_decode += row.cost_us
         for team in self._taken:
@@ -157,21 +164,30 @@ class MeteredPolicy:
             team.provisional = 0
         billed = self._taken
         total = sum(costs)
+        self._meter.learn_cost(total, self._modelled_us)
         if overheads:
             billed = billed.copy()
             total += self._bill(overheads, billed)
         self._meter.settle(self._planned, self._step, total, max(costs, default=0), time)
         for team in billed:
             team.served_us += team.step_cost
-            learn_cost(team)
-            team.step_cost = team.step_work = team.step_overhead = team.step_decode = 0
+            team.step_cost = team.step_overhead = team.step_decode = 0
         self._rows = rows
         self._levels.charge(rows, now_us, self._promotions)
         if self._is_coast_on:
-            for sequence in [sequence for sequence, row in rows if row.has_finished]:
-                team = sequence.team
-                if team.coast.complete(sequence.attained):
-                    team.levels.set_coasting(team.coast.is_coasting)
+            self._note_works(rows)
+
+    def _note_works(self, rows: list[tuple[RankedSequence, Served]]) -> None:
+        """Tell the teams' modes what finished and who has done how much, and follow them."""
+        for sequence, row in rows:
+            team, coast = sequence.team, sequence.team.coast
+            if row.has_finished and coast.complete(sequence.attained):
+                coast.longest_us = max([live.attained for live in team.levels.arrivals])
+            if coast.is_alike and sequence.attained > coast.longest_us:
+                coast.longest_us = sequence.attained
+        for team in self._taken:
+            if team.levels.is_coasting != team.coast.is_coasting:
+                team.levels.set_coasting(team.coast.is_coasting)
 
     def _bill(self, overheads: Sequence[Overhead], billed: list[TeamShare]) -> int:
         """Put overheads on their teams' part of the step; returns what that adds to the step's cost, and adds to
@@ -205,6 +221,11 @@ class MeteredPolicy:
         team.levels.remove(sequence)
         self._promotions.forget(sequence)
         self._fresh.pop(sequence, None)
+        coast = team.coast
+        if coast.is_alike and sequence.attained >= coast.longest_us:
+            coast.longest_us = max([live.attained for live in team.levels.arrivals], default=0)
+            if team.levels.is_coasting != coast.is_coasting:
+                team.levels.set_coasting(coast.is_coasting)
         team.num_away -= sequence.is_away
         if sequence.step:  # before the first step that number is 0, as is that of one never taken
             team.num_started -= 1

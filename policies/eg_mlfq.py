@@ -23,8 +23,9 @@ Sequences of one team come in order from a walk over its queues that lives as lo
 is refused is passed over in this step only, and the next of the same team is tried.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
 from policies.accounts import RankedSequence, TeamShare, has_token, may_fit, was_taken
 from policies.books import MeteredPolicy
@@ -73,12 +74,12 @@ class EgMlfq(MeteredPolicy):
         eligible = self._eligible
         return eligible[0][3].seq_id if eligible else None
 
-    def take(self, seq_id: int, work_us: int) -> None:
+    def take(self, seq_id: int, work_us: int, cost_us: int | None = None) -> None:
         sequence = self._eligible[0][3]
         assert sequence.seq_id == seq_id, f"took {seq_id}, best was {sequence.seq_id}"
         team = sequence.team
         was_able = team.num_live > team.num_refused
-        self._book_taken(sequence, work_us)
+        self._book_taken(sequence, work_us, cost_us)
         if not was_able:
             heappush(self._able, (team.lag - team.provisional, team.team_id, team))
             self._is_stale = True
@@ -147,25 +148,33 @@ class EgMlfq(MeteredPolicy):
         return max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
 
     def leave_prompts(self, team_id: int) -> None:
-        eligible, gated = self._eligible, self._gated
-        place = next((i for i, entry in enumerate(eligible) if entry[3].team.team_id == team_id), None)
-        assert place is not None, f"no candidate of team {team_id} is eligible"
-        head = eligible.pop(place)[3]
-        heapify(eligible)
+        self._pass_over(team_id, has_token)
+
+    def leave_new(self, team_id: int) -> None:
+        granted = self._meter.teams[team_id].levels.granted
+        if granted is not None and not granted.step:
+            self._promotions.hold_back(granted)
+        self._pass_over(team_id, was_taken)
+
+    def _pass_over(self, team_id: int, may_stay: Callable[[RankedSequence], Any]) -> None:
+        """Of the team's candidates only those that `may_stay` are offered in what is left of this step. Its next one is
+        the best of all teams.
+        """
+        eligible = self._eligible
+        head = eligible[0][3]
         team = head.team
+        assert team.team_id == team_id, f"left out team {team_id}, the best was of team {team.team_id}"
         walk = self._walks.get(team)
         if walk is None:
             walk = team.levels.walk()
             next(walk)
-        self._walks[team] = walk = filter(has_token, walk)
-        following = head if head.has_generated else next(walk, None)
+        self._walks[team] = walk = filter(may_stay, walk)
+        following = head if may_stay(head) else next(walk, None)
         if following is not None:
-            if team.lag <= self._limit:
-                heappush(eligible, (following.rank, team.lag, following.place, following))
-            else:
-                heappush(gated, (team.lag, following.place, following))
-        if not eligible:
-            self._is_stale = True
+            heapreplace(eligible, (following.rank, team.lag, following.place, following))
+        else:
+            heappop(eligible)
+            self._is_stale = self._is_stale or not eligible
 
     def refuse_away(self) -> None:
         """Pass over them. They are counted as refused already, so neither the books nor the gate change."""

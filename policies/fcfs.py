@@ -5,7 +5,7 @@ test: a team that sends more gets more.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from policies.accounts import RankedSequence, has_token, may_fit, was_taken
+from policies.accounts import RankedSequence, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Turn
@@ -39,8 +39,8 @@ class Fcfs(MeteredPolicy):
     def best(self) -> int | None:
         return self._top.seq_id if self._top is not None else None
 
-    def take(self, seq_id: int, work_us: int) -> None:
-        self._book_taken(self._pop(seq_id), work_us)
+    def take(self, seq_id: int, work_us: int, cost_us: int | None = None) -> None:
+        self._book_taken(self._pop(seq_id), work_us, cost_us)
 
     def refuse(self, seq_id: int) -> None:
         self._book_refused(self._pop(seq_id))
@@ -53,9 +53,11 @@ class Fcfs(MeteredPolicy):
 
     def leave_prompts(self, team_id: int) -> None:
         self._walk = filter(lambda sequence: sequence.has_generated or sequence.team.team_id != team_id, self._walk)
-        top = self._top
-        if top is not None and top.team.team_id == team_id and not has_token(top):
-            self._top = next(self._walk, None)
+        self._top = next(self._walk, None)
+
+    def leave_new(self, team_id: int) -> None:
+        self._walk = filter(lambda sequence: sequence.step or sequence.team.team_id != team_id, self._walk)
+        self._top = next(self._walk, None)
 
     def refuse_away(self) -> None:
         """Pass over them."""

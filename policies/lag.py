@@ -39,6 +39,7 @@ class LagMeter:
         self._satisfied: list[TeamShare] = []  # in the latest step
         self._was_short = False  # sequences have been refused, and not all teams are back in the band since
         self._virtual_time = 0  # times scale
+        self._measured = self._modelled = 1  # decayed sums of what rows cost; their ratio is how far the profile is off
         self._band: tuple[int, int] | None = None  # least and most lag of the able teams, while known
 
     # -- the table of teams ------------------------------------------------------------------------------------------
@@ -130,7 +131,9 @@ class LagMeter:
     def enter(self, team: TeamShare) -> None:
         """A sequence of `team` has arrived. If that makes the team active: JOIN.
 
-        Debt is worked off by virtual time spent away, never forgiven by leaving; credit is never gained by it.
+        Debt is worked off by virtual time spent away, never forgiven by leaving; credit is never gained by it. What
+        credit the team had when it left fades within Theta of virtual time: a team that sends its next request as
+        soon as it has the answer to the last one has never left.
         """
         team.num_live += 1
         if team.num_live > 1:
@@ -144,11 +147,14 @@ class LagMeter:
             self._band = 0, 0
         else:
             least, most = self.band()
-            team.lag = max(team.lag - (self._virtual_time - team.left_at), least)
+            away, credit = self._virtual_time - team.left_at, least - team.lag
+            team.lag = max(team.lag - away, least)
             if self.theta is not None:
+                if credit > 0 and away < self.theta:
+                    team.lag -= min(credit * (self.theta - away) // self.theta, self.theta + 2 * self.step_max)
                 team.lag = min(team.lag, max(most, least + self.theta + self.step_max))
             # Where teams cannot run, the newcomer may change which ones the band is taken over.
-            self._band = None if self.num_refused else (least, max(most, team.lag))
+            self._band = None if self.num_refused else (min(least, team.lag), max(most, team.lag))
         insort(self.active, team, key=_team_id)
 
     def exit(self, team: TeamShare) -> None:
@@ -224,7 +230,7 @@ class LagMeter:
                 demand = served + left_out * largest_us
                 if demand * weight <= team.weight * rest:
                     if left_out:
-                        demand = _demand(team, served, step, cost_us, largest_us)
+                        demand = self._demand(team, served, step, cost_us, largest_us)
                     if demand * weight <= team.weight * rest:
                         rest -= demand
                         weight -= team.weight
@@ -246,6 +252,31 @@ class LagMeter:
                 over -= 1
             team.entitled_us += part
             team.lag += (team.step_cost - part) * team.unit
+
+    def _demand(self, team: TeamShare, served: int, step: int, enough: int, largest_us: int) -> int:
+        """served + sum over the sequences left out of max(largest cost in this step, its own expected cost). Summing
+        stops at `enough`, the whole step's cost: more demand than that changes nothing.
+
+        The own expected cost keeps a team of long steps from being judged by the short steps that ran instead.
+        """
+        demand = served
+        sequence: RankedSequence
+        for sequence in team.levels.walk():
+            if sequence.step != step:
+                demand += max(largest_us, self.expected_cost(sequence.last_cost or sequence.next_work))
+                if demand >= enough:
+                    break
+        return demand
+
+    def expected_cost(self, modelled_us: int) -> int:
+        """What a row that should cost `modelled_us` will probably be charged, as all recent rows were."""
+        return modelled_us * self._measured // self._modelled
+
+    def learn_cost(self, measured_us: int, modelled_us: int) -> None:
+        """Fold a step's rows into the averages, in integers so that replays agree. Rows without work do not count."""
+        if modelled_us:
+            self._measured += measured_us - (self._measured >> _FORGET_SHIFT)
+            self._modelled += modelled_us - (self._modelled >> _FORGET_SHIFT)
 
     def _cut_the_satisfied(self, planned: list[TeamShare]) -> None:
         """No satisfied team stays above the band.
@@ -308,25 +339,3 @@ def _team_id(team: TeamShare) -> int:
     return team.team_id
 
 
-def _demand(team: TeamShare, served: int, step: int, enough: int, largest_us: int) -> int:
-    """served + sum over the sequences left out of max(largest cost in this step, its own expected cost). Summing stops
-    at `enough`, the whole step's cost: more demand than that changes nothing.
-
-    The own expected cost keeps a team of long steps from being judged by the short steps that ran instead.
-    """
-    demand = served
-    sequence: RankedSequence
-    for sequence in team.levels.walk():
-        if sequence.step != step:
-            demand += max(largest_us, team.expected_cost(sequence.next_work))
-            if demand >= enough:
-                break
-    return demand
-
-
-def learn_cost(team: TeamShare) -> None:
-    """Fold the step's cost and work into the team's averages, in integers so that replays agree."""
-    if not team.step_work:
-        return  # replayed tokens only
-    team.cost_average += team.step_cost - team.step_overhead - (team.cost_average >> _FORGET_SHIFT)
-    team.work_average += team.step_work - (team.work_average >> _FORGET_SHIFT)

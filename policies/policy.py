@@ -35,8 +35,12 @@ class Policy(Protocol):
     def best(self) -> int | None:
         """The seq_id to try next in this step, or None when no candidate is left. Does not change state."""
 
-    def take(self, seq_id: int, work_us: int) -> None:
-        """`seq_id` (the last `best()`) runs in this step, doing `work_us` of stand-alone work."""
+    def take(self, seq_id: int, work_us: int, cost_us: int | None = None) -> None:
+        """`seq_id` (the last `best()`) runs in this step, doing `work_us` of stand-alone work.
+
+        `cost_us` is what its row should cost by the step profile: its marginal time and a part of the step's fixed
+        time. None: as much as its work.
+        """
 
     def refuse(self, seq_id: int) -> None:
         """`seq_id` (the last `best()`) cannot run in this step: its blocks are missing or on their way."""
@@ -58,6 +62,11 @@ class Policy(Protocol):
         """Pass over, in this step, every sequence of the team that has not produced a token: their time is used up.
 
         They are not refused: they fit, and wait for nothing but their turn.
+        """
+
+    def leave_new(self, team_id: int) -> None:
+        """Pass over, in this step, every sequence of the team that was never taken: they wait for the team's own
+        prompts. They are not refused.
         """
 
     def set_away(self, seq_id: int, is_away: bool) -> None:

@@ -12,6 +12,10 @@ cut, so the budget may go below 0. So promoted work in any window [a, b] is at m
 and all teams together use at most eta of the device in the long run. Without budgets promotion is first come, first
 served under overload: then everybody starves, and everybody is promoted (FastServe's starvation rule).
 
+A granted sequence that finds no blocks, or that must wait for prompts of its own team, would keep the lane closed for
+its whole team. So it hands the grant back at the next step and goes to the tail of the queue; when its turn comes again
+it gets what was left.
+
 Grants are given without a look at the gate: a team may stand just above it at the start of every step. Picks obey it.
 
 Budgets are exact: they are kept times 100 * (sum of configured weights), so that what flows in during a microsecond is
@@ -87,6 +91,8 @@ class Promotions:
         self._to_look: dict[Budget, None] = {}  # budgets whose queue has a new head
         self._funded: list[tuple[int, int, Budget]] = []  # when a budget with a queue holds a grant
         self._begun_us = 0  # when the present step began
+        self._granted: dict[RankedSequence, None] = {}  # with an open grant
+        self._held_back: dict[RankedSequence, None] = {}  # of these, those that waited for their own team
 
     def configure(self, teams: Iterable[TeamShare], now_us: int) -> None:
         """The table of teams has changed: rates, tops and alpha follow it. Open grants stay open."""
@@ -133,8 +139,29 @@ class Promotions:
         if self._gone > len(self._due) // 2 + _SLACK:
             self._rebuild()
 
-    def begin(self, now_us: int) -> None:
-        """Queue those that starve by now, and give out the grants that budgets can pay."""
+    def hold_back(self, sequence: RankedSequence) -> None:
+        """A granted sequence must wait for prompts of its own team."""
+        self._held_back[sequence] = None
+
+    def _hand_back(self, last_step: int) -> None:
+        """Take back the grants of sequences that could not run in the step before."""
+        for sequence in list(self._granted):
+            if sequence.step != last_step and (sequence.is_refused or sequence in self._held_back):
+                sequence.grant_unused = sequence.grant_left
+                sequence.team.levels.end_grant(sequence)
+                self._close(sequence)
+                budget = self._budgets[sequence.team]
+                sequence.is_starving = True
+                budget.queue[sequence] = None
+                self._to_look[budget] = None
+        self._held_back.clear()
+
+    def begin(self, now_us: int, last_step: int) -> None:
+        """Queue those that starve by now, and give out the grants that budgets can pay. The step before this one was
+        `last_step`.
+        """
+        if self._granted:
+            self._hand_back(last_step)
         due = self._due
         self._begun_us = now_us
         while due and due[0][0] <= now_us:
@@ -169,20 +196,24 @@ class Promotions:
             return
         budget.refill(now_us)
         head = next(iter(budget.queue))
-        missing = self.grant_us * budget.unit - budget.amount
+        grant_us = head.grant_unused or self.grant_us
+        missing = grant_us * budget.unit - budget.amount
         if missing <= 0:
             del budget.queue[head]
             head.is_starving = head.is_exhausted = False
-            head.grant_left = self.grant_us
-            head.num_promotions += 1
+            head.grant_left = grant_us
+            if not head.grant_unused:
+                head.num_promotions += 1
+                budget.num_grants += 1
+            head.grant_unused = 0
             budget.has_grant = True
-            budget.num_grants += 1
+            self._granted[head] = None
             budget.team.levels.grant(head)
             return
         if not head.is_exhausted:
             head.is_exhausted = True
             budget.exhausted += 1
-        if not budget.is_awaited and budget.top >= self.grant_us * budget.unit:
+        if not budget.is_awaited and budget.top >= grant_us * budget.unit:
             budget.is_awaited = True
             heappush(self._funded, (now_us - (-missing // budget.rate), budget.team.team_id, budget))
 
@@ -232,12 +263,14 @@ class Promotions:
         is_head = next(iter(budget.queue)) is sequence
         del budget.queue[sequence]
         sequence.is_starving = sequence.is_exhausted = False
+        sequence.grant_unused = 0
         if is_head and budget.queue:
             self._to_look[budget] = None
 
     def _close(self, sequence: RankedSequence) -> None:
         budget = self._budgets[sequence.team]
         budget.has_grant = False
+        del self._granted[sequence]
         sequence.grant_left = 0
         if budget.queue:
             self._to_look[budget] = None

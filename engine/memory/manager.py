@@ -204,8 +204,12 @@ class MemoryManager:
         False: it is refused, and the policy knows. So is every sequence whose KV is on the host or on its way.
         """
         memory = sequence.memory
-        if memory.place is not _NOWHERE and memory.place is not _LOST:
+        place = memory.place
+        if place is not _NOWHERE and place is not _LOST:
             self._refuse(sequence)
+            return False
+        if place is _NOWHERE and self._starts.is_held_back(sequence):
+            self._policy.leave_new(sequence.request.team_id)
             return False
         if memory.num_claim > self._room or not self._starts.fits(sequence, self._pools.device.num_free):
             self._refuse_start(sequence)

@@ -25,6 +25,7 @@ from engine.request import Sequence
 from policies.policy import Policy
 
 REFUSALS_BEFORE_RESERVATION = 16
+_HALF_BLOCKS = 3, 4  # of the device's blocks: what half-computed prompts may come to by a team's second one
 
 
 class ClaimRule(Protocol):
@@ -78,6 +79,7 @@ class Starts:
         self.is_short = False  # somebody was refused for blocks since this was last set back
         self.num_claimed = 0  # of all started sequences
         self.num_half = 0  # blocks of the whole prompts that are half computed
+        self._halves_of: dict[int, int] = {}  # half-computed prompts by team, of those that have any
         self.blocked_teams: set[int] = set()  # teams with sequences beside the line that wait for blocks
         self.kept = 0  # device blocks not for newcomers in this step: promised to half prompts, and the reserve
         self._needs: list[tuple[int, int]] = []  # heap of (num_claim, seq_id), also of sequences long started
@@ -127,7 +129,7 @@ class Starts:
         """A step is being picked. Is it closed?"""
         self.num_tried = 0
         self._is_claimant_known = False
-        if self.holder is not None and not self._may_hold(policy, self.holder):
+        if self.holder is not None and (not self._may_hold(policy, self.holder) or self._waits_for_own(self.holder)):
             self.holder = None
             self.has_room_grown = True
         return self.close(policy, refused, free)
@@ -200,6 +202,19 @@ class Starts:
         """What claims more starts neither now nor later in this step; with `free` device blocks."""
         return min(self._capacity - self.num_claimed, self._rule.counted(free))
 
+    def is_held_back(self, sequence: Sequence) -> bool:
+        """Whether a new sequence must wait for prompts of its own team.
+
+        A team that has a half-computed prompt starts another only while all half-computed prompts come to at most
+        three quarters of the device's blocks. The last quarter is for the first prompts of other teams: half-computed
+        prompts are never dropped, so without it one team's long prompts would keep out everybody else's.
+        """
+        if not self._halves_of.get(sequence.request.team_id):
+            return False
+        part, whole = _HALF_BLOCKS
+        most = self._rule.counted(self.device_blocks * part // whole)
+        return self.num_half + self._num_to_fill(sequence) > most
+
     def fits(self, sequence: Sequence, free: int) -> bool:
         """Whether one that is not started may start now, with `free` device blocks."""
         if not self.may_claim(sequence):
@@ -230,6 +245,8 @@ class Starts:
         self.num_claimed += sequence.memory.num_claim
         whole = self._num_to_fill(sequence)
         self.num_half += whole
+        team_id = sequence.request.team_id
+        self._halves_of[team_id] = self._halves_of.get(team_id, 0) + 1
         self.kept += whole
         sequence.memory.num_refusals = 0
         if sequence.memory.place is Place.NOWHERE:
@@ -245,6 +262,10 @@ class Starts:
     def filled(self, sequence: Sequence) -> None:
         """The prompt (or what had to be computed again) is whole."""
         self.num_half -= self._num_to_fill(sequence)
+        team_id = sequence.request.team_id
+        self._halves_of[team_id] -= 1
+        if not self._halves_of[team_id]:
+            del self._halves_of[team_id]
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended, or its KV was dropped: its claim is free."""
@@ -297,6 +318,7 @@ class Starts:
         assert len(self.waiting) == sum(len(line) for line in self.waiting_of.values())
         assert all(len(s.memory.table.blocks) <= s.memory.num_blocks_max for s in started)
         assert self.num_half == sum(self._num_to_fill(s) for s in started if s.is_half)
+        assert sum(self._halves_of.values()) == sum(s.is_half for s in started)
         assert all(s.memory.num_claimed <= self._rule.claim(s, s.memory.num_blocks_max) for s in started)
 
     def resize(self, sequence: Sequence) -> None:
@@ -316,12 +338,20 @@ class Starts:
     def _may_hold(self, policy: Policy, sequence: Sequence) -> bool:
         return self._find_claimant(policy) in (None, sequence.request.team_id)
 
+    def _waits_for_own(self, sequence: Sequence) -> bool:
+        """It is new, and prompts of its own team keep it back, so it has no use for blocks yet."""
+        return sequence.memory.place is Place.NOWHERE and self.is_held_back(sequence)
+
     def _reserve_for(self, policy: Policy, sequence: Sequence) -> None:
         """Give the free reservation to a sequence that was refused often enough, if its team may hold it."""
         num_refusals = sequence.memory.num_refusals
         if sequence.memory.place is Place.NOWHERE:
             num_refusals += self._num_closed - sequence.memory.num_closed_before
-        if num_refusals > REFUSALS_BEFORE_RESERVATION and self._may_hold(policy, sequence):
+        if (
+            num_refusals > REFUSALS_BEFORE_RESERVATION
+            and not self._waits_for_own(sequence)
+            and self._may_hold(policy, sequence)
+        ):
             self.holder = sequence
             self.has_room_grown = True  # for the holder
 

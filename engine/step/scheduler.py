@@ -211,6 +211,7 @@ class Scheduler:
         picked = _Picked([], [], [], [])
         rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
         timer = self._timer
+        fixed_part_us = round(fixed_us) // max(1, len(self._ran_last))
         policy.begin(now_us)
         timer.begin(self._ran_last)
         self.memory.begin()
@@ -250,7 +251,7 @@ class Scheduler:
                 tokens_left -= end - start_at
             if sequence.first_step_us is None:
                 sequence.first_step_us = now_us
-            take(seq_id, work_us)
+            take(seq_id, work_us, round(marginal_us) + fixed_part_us if work_us else 0)
             pause_us = now_us - sequence.last_us
             if not sequence.is_running or pause_us > sequence.pause.longest_us or sequence.pause.is_starving:
                 promises.over(sequence, pause_us)

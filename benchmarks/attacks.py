@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What an honest team loses beside a team that games the scheduler: eleven attacks, simulated on the shipped profile.
 
-    python -m benchmarks.attacks [--attack NAME ...] [--honest streams|queue ...] [--slots 64 ...] [--kv-memory SIZE ...]
-        [--seconds 60] [--set isolation=strict ...] [--jobs 2] [--check] [--json r.json]
+    python -m benchmarks.attacks [--attack NAME ...] [--honest streams|queue ...] [--slots 64 ...]
+        [--kv-memory 2GiB ...] [--seconds 60] [--set isolation=strict ...] [--jobs 2] [--check] [--json r.json]
 
 The honest team sends *streams* (8 answers of 3,000 tokens at once) or a *queue* (600 short requests at once); the
 attacker has the same weight. Loss is what the honest team gets beside a second honest team, divided by what it gets

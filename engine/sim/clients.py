@@ -130,9 +130,13 @@ class Tally:
     served_us: int = 0
     prompt_tokens: int = 0  # computed, each once
     output_tokens: int = 0
-    gaps_us: list[int] = field(default_factory=list)  # between a request's successive tokens, later one in the window
-    token_times_us: list[int] = field(default_factory=list)  # when output tokens came; a step's tokens at its end
-    records: list[Record] = field(default_factory=list)  # every request ever sent, in order of sending
+    gaps_us: list[int] = field(
+        default_factory=list, repr=False
+    )  # between a request's successive tokens
+    token_times_us: list[int] = field(
+        default_factory=list, repr=False
+    )  # when output tokens came
+    records: list[Record] = field(default_factory=list, repr=False)  # every request ever sent, in order of sending
     num_refused: int = 0
 
     @property

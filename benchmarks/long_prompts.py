@@ -7,7 +7,9 @@ T1: 8 chat answers of 400 tokens (200 in) at once; 24 prompts of 4,000 tokens fr
 T2: chat asks a short question every 2 s for two minutes; other teams send 8 prompts of 8,190 tokens each at the start.
 T3: one team sends 16 answers of 2,000 tokens, and from second 10 on ten short questions a second, on 16 slots.
 All teams are silver. `alone` leaves the other teams out. Times are seconds of the chat requests, which in T3 are the
-short ones; `share` is the part of the device's time that chat was charged.
+short ones; `longest gap` is between two tokens of any request of chat's team, and `share` the part of the device's time
+that the team was charged. `longest pause` is that of any request of any team, `pause bound` the largest that was
+promised.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from benchmarks.attacks import parse_changed
 from engine.config import EngineConfig
 from engine.sim.clients import SECOND_US, Ask, Client, Contest, Record, Tally, at_once, every, percentile
 from engine.sim.parts import fixed_profile
+from engine.wire.messages import Finished
 from gateway.command import print_table
 from policies.tiers import DEFAULT_TIERS
 
@@ -59,6 +62,19 @@ class Played:
     def ttfts_us(self) -> list[int]:
         """Of chat, ascending."""
         return sorted(ttft for record in self.chat if (ttft := record.ttft_us) is not None)
+
+    @property
+    def longest_pause_us(self) -> int:
+        """Of any ended request of any team: the longest it went without a step."""
+        return max((ended.longest_pause_us for ended in self._ended()), default=0)
+
+    @property
+    def pause_bound_us(self) -> int:
+        """The largest maximum pause that was promised to one of them when it began to starve; 0 if none did."""
+        return max((ended.pause_bound_us for ended in self._ended()), default=0)
+
+    def _ended(self) -> list[Finished]:
+        return [r.finished for tally in self.tallies.values() for r in tally.records if r.finished is not None]
 
     def jcts_us(self) -> list[int]:
         """Of chat, ascending."""
@@ -142,6 +158,8 @@ def row(load: Load, policy: str, **changed: object) -> dict[str, Any]:
         "jct_mean": seconds(sum(jcts_us) / max(1, len(jcts_us))),
         "jct_max": seconds(max(jcts_us, default=0)),
         "longest_gap": seconds(max(played.tallies[CHAT].gaps_us, default=0)),
+        "longest_pause": seconds(played.longest_pause_us),
+        "pause_bound": seconds(played.pause_bound_us),
         "longest_step": seconds(played.longest_step_us),
         "share": round(played.tallies[CHAT].device_us / max(1, charged_us), 3),
         "end": seconds(played.end_us),

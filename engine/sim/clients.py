@@ -130,12 +130,8 @@ class Tally:
     served_us: int = 0
     prompt_tokens: int = 0  # computed, each once
     output_tokens: int = 0
-    gaps_us: list[int] = field(
-        default_factory=list, repr=False
-    )  # between a request's successive tokens
-    token_times_us: list[int] = field(
-        default_factory=list, repr=False
-    )  # when output tokens came
+    gaps_us: list[int] = field(default_factory=list, repr=False)  # between a request's successive tokens
+    token_times_us: list[int] = field(default_factory=list, repr=False)  # when output tokens came
     records: list[Record] = field(default_factory=list, repr=False)  # every request ever sent, in order of sending
     num_refused: int = 0
 

@@ -107,6 +107,19 @@ class Record:
     last_token_us: int = 0
     loop: Loop | None = None  # the client that sends the next when this one has ended
 
+    def note_token(self, now_us: int) -> int | None:
+        """A token has come. Returns the time since the one before; None for the first."""
+        before_us, self.last_token_us = self.last_token_us, now_us
+        self.output_tokens += 1
+        if self.first_token_us is not None:
+            return now_us - before_us
+        self.first_token_us = now_us
+        return None
+
+    def note_end(self, finished: Finished, now_us: int) -> None:
+        """The request has ended, however it did."""
+        self.ended_us, self.finished = now_us, finished
+
     @property
     def ttft_us(self) -> int | None:
         """From sending to the first token; None when there was none."""
@@ -345,21 +358,18 @@ class Contest:
                 tally.device_us += event.device_us - record.device_us
             record.device_us = event.device_us
             if event.token_ids:
-                if record.first_token_us is None:
-                    record.first_token_us = now_us
-                elif is_inside:
-                    tally.gaps_us.append(now_us - record.last_token_us)
-                record.last_token_us = now_us
-                record.output_tokens += 1
+                gap_us = record.note_token(now_us)
                 if is_inside:
                     tally.output_tokens += 1
                     tally.token_times_us.append(now_us)
+                    if gap_us is not None:
+                        tally.gaps_us.append(gap_us)
         if is_inside:
             for record, num_tokens in self._runner.computed:
                 tallies[record.team].prompt_tokens += num_tokens
         for finished in done.finished:
             record = records[int(finished.request_id)]
-            record.ended_us, record.finished = now_us, finished
+            record.note_end(finished, now_us)
             self._open_of[record.team] -= 1
             loop = record.loop
             if loop is not None:

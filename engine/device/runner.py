@@ -48,7 +48,7 @@ class _Tried:
 
 
 class TorchRunner:
-    """Runs steps on one device. Implements the Runner protocol of `engine.core`."""
+    """Runs steps on one device. Implements the Runner protocol of `engine.step.core`."""
 
     def __init__(
         self,

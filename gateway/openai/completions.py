@@ -1,4 +1,4 @@
-"""One completion request's way, top to bottom; the order of checks is the design's.
+"""One completion request's way, top to bottom, in the order of the checks.
 
     head    identify the key (401/403), reserve one request and one slot (429)
     body    wait for room (429, 503), read under a limit (413), decode (400), find the model (404), template and encode;

@@ -20,7 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0  # 0: cores - 1, at least 1
     max_batch_size: int = 64  # slots: rows of one step
     max_batch_tokens: int = 2048  # tokens of one step
-    prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of this position
+    prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of it, or where the step's tokens are used up
     block_size: int = 16  # tokens of one KV block
     kv_memory_bytes: int = 2 * 1024**3
     host_kv_memory_bytes: int = 4 * 1024**3  # swapped-out KV; 0 is no host pool
@@ -28,8 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_benefit: int = 2  # gamma: a sequence is swapped out only if its turn is this many round trips away
     swap_min_run_steps: int = 8  # m: steps a sequence keeps slot and blocks after it was swapped in
     swap_link_percent: int = 60  # kappa: most of the link's time that swapping may use
-    promotion_percent: int = 20  # eta: most of the device's time that promotions may use; 0 turns them off
-    max_queued_requests: int = 4096  # more are refused with queue_full
+    promotion_percent: int = 20  # eta: work of promotions in the long run, in percent of time; 0 turns them off
+    max_queued_requests: int = 4096  # then only teams with less than an equal part are let in
     max_outbox_bytes: int = 4 * 1024**2  # unsent events; above it steps wait
     levels: int = 8
     fairness_window_ms: int = 1000  # tau_f

@@ -94,7 +94,7 @@ def team_list(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """All teams that are not archived."""
+    """All teams that are not archived; with --archived, all teams."""
     with reporting(as_json):
         answer = _call(data_dir, "GET", TEAMS, params={"archived": "true"})
         live = [team for team in answer["data"] if team["archived_at"] is None]

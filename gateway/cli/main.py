@@ -1,4 +1,4 @@
-"""The `terazi` command: the server's own commands here, teams and reports in `cli_admin` and `cli_reports`.
+"""The `terazi` command: the server's own commands here, the others in `gateway.cli.admin` and `gateway.cli.reports`.
 
 Nothing heavy is imported before a command needs it: `terazi --help` must stay cheap.
 """
@@ -113,7 +113,7 @@ def serve(
     quickstart: Annotated[bool, typer.Option("--quickstart", help="Make team demo and print a curl line.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve the OpenAI routes, with an engine of its own. Ends with 0 after SIGTERM and a drain."""
+    """Serve the OpenAI routes, with an engine of its own or that of --engine-socket. Ends with 0 after SIGTERM."""
     with reporting(as_json):
         settings = _settings(
             config,
@@ -151,7 +151,7 @@ def engine_command(
     engine: Engine = None,
     as_json: Json = False,
 ) -> None:
-    """Run an engine alone; it outlives the gateways that connect to it. Ignores SIGINT and SIGTERM."""
+    """Run an engine by itself. It outlives the gateways that connect to it, and ignores SIGINT and SIGTERM."""
     with reporting(as_json):
         settings = _settings(
             config,
@@ -187,7 +187,7 @@ def demo(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Play a multi-team trace under FCFS and under EG-MLFQ, and write a fairness report."""
+    """Play a trace of several teams under FCFS and under EG-MLFQ, and write a fairness report of the latter."""
     with reporting(as_json):
         from gateway.demo.run import KV_MEMORY, run_demo
 
@@ -259,7 +259,7 @@ def simulate(
 
 @config_app.command("show")
 def config_show(config: ConfigFile = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Every setting, its value and its source: the running server's, else (or with --config) those of a next start."""
+    """Every setting with value and source: of the running server; without one, or with --config, of a next start."""
     with reporting(as_json):
         from gateway.admin.client import call, running_server
         from gateway.settings.values import as_rows, setting, shown
@@ -294,7 +294,7 @@ def db_upgrade(data_dir: DataDir = None, store_url: StoreUrl = None, as_json: Js
 
 @model_app.command("show")
 def model_show(model: Model = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Name, directory and SHA-256 of the model, converted to the cache if it was not there yet."""
+    """Name, directory and SHA-256 of the model. It is converted into the cache if it is not there yet."""
     with reporting(as_json):
         from engine.models.store import ModelStoreError, prepare
 

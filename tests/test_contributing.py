@@ -24,6 +24,11 @@ CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
 DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
+# How pages that are not in this repository used to be cited, in prose, docstrings and comments.
+FOREIGN = re.compile(
+    r"\b[Tt]he design('s|\b)|\bUX\b|\bpart [A-J]\b|\b(?:SCHEDULING|DESIGN|STYLE|HOUSE)\b|(?<!RFC \d{4} )§"
+)
+CITING = ("test_decisions.py", "test_contributing.py")  # they show such citations
 LINES_MAX = 10  # of a section that says how to add something
 
 
@@ -127,6 +132,16 @@ def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
+def test_nothing_cites_a_page_outside_the_repository() -> None:
+    code = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name not in CITING]
+    found = []
+    for path in [*PAGES, *code]:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+            if FOREIGN.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
 def test_every_module_named_in_the_code_exists() -> None:
     missing = []
     for package in PACKAGES:
@@ -164,6 +179,12 @@ def test_every_way_to_add_something_fits_ten_lines() -> None:
 )
 def test_a_path_that_is_gone_would_be_seen(snippet: str, missing: list[str]) -> None:
     assert [path for path in paths_in(snippet) if not is_there(path)] == missing
+
+
+@pytest.mark.parametrize("text", ["the order is the design's", "UX asked", "since part A", "HOUSE F8", "see §4"])
+def test_a_foreign_citation_would_be_seen(text: str) -> None:
+    assert FOREIGN.search(text)
+    assert not FOREIGN.search("as RFC 9110 §7.8 says, and part of it")
 
 
 @pytest.mark.parametrize(("name", "is_known"), [("engine.step.core", True), ("engine.core", False)])

@@ -32,7 +32,7 @@ class PolicyConfig:
     coast_above_percent: int = 50  # CV^2 above which it stops
     coast_completions: int = 256  # latest completions of a team that CV^2 is taken over
     coast_completions_min: int = 8  # fewer say nothing
-    promotion_percent: int = 20  # eta: all budgets together refill with this part of the device's time; 0 is none
+    promotion_percent: int = 20  # eta: work that all budgets together gain, in percent of time; 0 is none
     grant_us: int | None = None  # G, work of one grant; None is q_2 (the last finite quantum when there are fewer)
     min_run_steps: int = 8  # m: steps an uploaded sequence keeps its slot and its blocks
 

@@ -3,10 +3,10 @@
 For each step, every active team has a demand d (what it was served, and a step of each sequence left out) and an
 entitlement e: the max-min fair part of the step's cost C under the teams' weights, e = min(d, weight * v), sum e = C.
 Then D += (served - e) / weight. So unused share makes no debt, a satisfied team banks no credit, time spent idle
-changes nothing, and the sum of weight * D never changes. The gate in `policies.eg_mlfq` lets a team run while its D is
-within Theta of the least, which keeps any two teams that could run within Theta + 2u, u being the most that one
-sequence costs in one step over the least weight (`docs/scheduling.md`; the meter is EEVDF's -lag with weights that
-know the demand, after the counters of VTC, Sheng et al., OSDI'24).
+changes nothing, and this bill does not change the sum of weight * D (what else does: docs/scheduling.md). The gate in
+`policies.eg_mlfq` lets a team run while its D is within Theta of the least, which keeps any two teams that could run
+within Theta + 2u, u being the most that one sequence costs in one step over the least weight (`docs/scheduling.md`; the
+meter is EEVDF's -lag with weights that know the demand, after the counters of VTC, Sheng et al., OSDI'24).
 
 All of it is exact. D is kept times `scale`, a common multiple of the weights, so that one microsecond of cost over any
 weight is an integer. Entitlements are whole microseconds; what rounding leaves over goes to the lowest team ids.

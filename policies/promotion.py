@@ -8,8 +8,9 @@ takes it off the queue and starts its wait anew.
 
 A budget is a token bucket of work. It refills at rho = eta * weight / (sum of configured weights), in work-microseconds
 per microsecond, up to sigma = `promotion_burst_grants` * G, and pays the work really done in lane P. A step cannot be
-cut, so the budget may go below 0. So promoted work in any window [a, b] is at most sigma + rho * (b - a) + one step,
-and all teams together use at most eta of the device in the long run. Without budgets promotion is first come, first
+cut, so the budget may go below 0. So while the table of teams does not change, promoted work in a window [a, b] is at
+most sigma + rho * (b - a) + one step, and all teams in the table together promote at most eta of work per time in the
+long run (docs/scheduling.md says why this is not eta of the device). Without budgets promotion is first come, first
 served under overload: then everybody starves, and everybody is promoted (FastServe's starvation rule).
 
 Grants are given without a look at the gate: a team may stand just above it at the start of every step. Picks obey it.

@@ -181,7 +181,7 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
     )
     lead = (
         "A request that waited past its tier's threshold is promoted, at the cost of its team's budget. The budget "
-        "refills with a fixed part of the device's time, so promotions can never take the device over."
+        "refills at a fixed rate, so a team that has many such requests cannot take the device over by them."
     )
     return Section("promotions", "Promotions, used and left", lead, [figure] if shown else [], [table] if rows else [])
 

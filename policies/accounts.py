@@ -15,6 +15,7 @@ from operator import attrgetter
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
+from policies.team_counters import POLICY_TOTALS
 
 LANE_P = -4  # below every rank of a level
 
@@ -187,7 +188,6 @@ class TeamShare:
         "backlogged_us",
         "coast",
         "cost_average",
-        "entitled_us",
         "is_configured",
         "lag",
         "left_at",
@@ -197,14 +197,13 @@ class TeamShare:
         "num_refused",
         "num_started",
         "num_taken",
-        "overhead_us",
         "provisional",
-        "served_us",
         "step_cost",
         "step_overhead",
         "step_work",
         "team_id",
         "terms",
+        "totals",
         "unit",
         "was_active",
         "weight",
@@ -232,9 +231,8 @@ class TeamShare:
         self.step_work = 0
         self.cost_average = 1  # decayed sums; their ratio is the team's cost for a microsecond of work
         self.work_average = 1
-        self.served_us = 0
-        self.overhead_us = 0
-        self.entitled_us = 0
+        # The declared counters that are running totals, by name. A counter that is not declared is a KeyError.
+        self.totals = dict.fromkeys(POLICY_TOTALS, 0)
         self.backlogged_us = 0
         self.was_active = False
 

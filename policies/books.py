@@ -154,7 +154,7 @@ class MeteredPolicy:
             total += self._bill(overheads, billed)
         self._meter.settle(self._planned, self._step, total, max(costs, default=0))
         for team in billed:
-            team.served_us += team.step_cost
+            team.totals["served_us"] += team.step_cost
             learn_cost(team)
             team.step_cost = team.step_work = team.step_overhead = 0
         self._rows = rows
@@ -176,7 +176,7 @@ class MeteredPolicy:
         planned = set(self._planned)
         for overhead in overheads:
             team = self._meter.account(overhead.team_id)
-            team.overhead_us += overhead.cost_us
+            team.totals["overhead_us"] += overhead.cost_us
             if team in planned:
                 total += overhead.cost_us
                 team.step_cost += overhead.cost_us
@@ -185,7 +185,7 @@ class MeteredPolicy:
                     billed.append(team)
             else:
                 team.lag += overhead.cost_us * team.unit
-                team.served_us += overhead.cost_us
+                team.totals["served_us"] += overhead.cost_us
                 team.was_active = True
         return total
 
@@ -263,20 +263,15 @@ class MeteredPolicy:
         budget = self._promotions.budget(team)
         return TeamService(
             team_id=team.team_id,
-            served_us=team.served_us,
-            entitled_us=team.entitled_us,
             backlogged_us=team.backlogged_us,
+            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
+            is_coasting=team.levels.is_coasting,
+            waiting_levels=tuple(waiting_levels),
             waiting=team.num_live - team.num_taken,
             running=team.num_taken,
-            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
-            promotions=budget.num_grants if budget else 0,
-            is_coasting=team.levels.is_coasting,
-            exhausted=budget.exhausted if budget else 0,
             budget_us=budget.held_us(self._now_us) if budget else 0,
             starving=len(budget.queue) if budget else 0,
-            promoted_us=budget.promoted_us if budget else 0,
-            overhead_us=team.overhead_us,
-            waiting_levels=tuple(waiting_levels),
+            **team.totals,
         )
 
     def lags(self) -> dict[int, Fraction]:

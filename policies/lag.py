@@ -222,7 +222,7 @@ class LagMeter:
                     if demand * weight <= team.weight * rest:
                         rest -= demand
                         weight -= team.weight
-                        team.entitled_us += demand
+                        team.totals["entitled_us"] += demand
                         team.lag += (team.step_cost - demand) * team.unit
                         satisfied.append(team)
                         continue
@@ -238,7 +238,7 @@ class LagMeter:
             if over:
                 part += 1
                 over -= 1
-            team.entitled_us += part
+            team.totals["entitled_us"] += part
             team.lag += (team.step_cost - part) * team.unit
 
     def _cut_the_satisfied(self, planned: list[TeamShare]) -> None:

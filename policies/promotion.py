@@ -34,11 +34,8 @@ class Budget:
 
     __slots__ = (
         "amount",
-        "exhausted",
         "has_grant",
         "is_awaited",
-        "num_grants",
-        "promoted_us",
         "queue",
         "rate",
         "refilled_at",
@@ -57,9 +54,6 @@ class Budget:
         self.top = 0  # sigma
         self.amount = 0  # b, as of `refilled_at`
         self.refilled_at = now_us
-        self.num_grants = 0
-        self.promoted_us = 0
-        self.exhausted = 0
 
     def refill(self, now_us: int) -> None:
         """Bring `amount` up to `now_us`. What would flow over the top is lost."""
@@ -177,12 +171,12 @@ class Promotions:
             head.grant_left = self.grant_us
             head.num_promotions += 1
             budget.has_grant = True
-            budget.num_grants += 1
+            budget.team.totals["promotions"] += 1
             budget.team.levels.grant(head)
             return
         if not head.is_exhausted:
             head.is_exhausted = True
-            budget.exhausted += 1
+            budget.team.totals["exhausted"] += 1
         if not budget.is_awaited and budget.top >= self.grant_us * budget.unit:
             budget.is_awaited = True
             heappush(self._funded, (now_us - (-missing // budget.rate), budget.team.team_id, budget))
@@ -199,7 +193,7 @@ class Promotions:
         budget = self._budgets[sequence.team]
         budget.refill(self._begun_us)
         budget.amount -= work_us * budget.unit
-        budget.promoted_us += work_us
+        sequence.team.totals["promoted_us"] += work_us
         sequence.grant_left -= work_us
         if sequence.grant_left <= 0:
             sequence.team.levels.end_grant(sequence)

@@ -7,6 +7,8 @@ replayable: with floats 86 of 300 reference schedules differed.
 
 from dataclasses import dataclass
 
+from policies.team_counters import CountedByPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class TeamTerms:
@@ -43,24 +45,14 @@ class Served:
     has_finished: bool = False  # this was its last step: it stopped or reached its length (not: aborted, failed)
 
 
-@dataclass(frozen=True, slots=True)
-class TeamService:
-    """One team's running totals, as the once-a-second service sample reads them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamService(CountedByPolicy):
+    """One team's counters, as the once-a-second service sample reads them: SUM ones are running totals."""
 
     team_id: int
-    served_us: int  # cumulative cost charged
-    entitled_us: int  # cumulative max-min entitlement while active
-    backlogged_us: int  # cumulative time it had a sequence left waiting in a step
-    waiting: int  # sequences not in the latest step
-    running: int  # sequences in the latest step
+    backlogged_us: int = 0  # running total of the time it had a sequence left waiting in a step
     lag: float  # D, in cost-microseconds per unit of weight, above the least of the able teams
-    promotions: int = 0  # grants issued
     is_coasting: bool = False  # its requests go by arrival (`policies.coast`)
-    exhausted: int = 0  # times a starving sequence first found the budget too small for a grant
-    budget_us: int = 0  # b, work its bucket holds now; may be negative
-    starving: int = 0  # sequences in its promotion FIFO, without the one that holds a grant
-    promoted_us: int = 0  # cumulative work done in lane P
-    overhead_us: int = 0  # cumulative cost of copies and replays it caused; a part of served_us
     waiting_levels: tuple[int, ...] = ()  # `waiting` by level
 
 

@@ -5,15 +5,21 @@ an interval, so their least and largest are those of the looks, not of every ste
 as a step's picks.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import Interference, ServiceSamples, TeamSample
+from policies import team_counters
 from policies.policy import Policy
 from policies.sequences import TeamService
+from policies.team_counters import POLICY_COUNTERS, POLICY_TOTALS
 
 INTERVAL_US = 1_000_000
 LOOK_US = 100_000
 
-_NOTHING = TeamService(team_id=-1, served_us=0, entitled_us=0, backlogged_us=0, waiting=0, running=0, lag=0.0)
+_NOTHING = TeamService(team_id=-1, lag=0.0)
 
 
 class ServiceSampler:
@@ -57,45 +63,18 @@ class ServiceSampler:
         """
         interference = self._interference()
         scheduler = self._scheduler
-        longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
-        bytes_out: dict[int, int] = {}
-        bytes_in: dict[int, int] = {}
-        for pair in interference:
-            bytes_out[pair.victim_id] = bytes_out.get(pair.victim_id, 0) + pair.bytes_out
-            bytes_in[pair.victim_id] = bytes_in.get(pair.victim_id, 0) + pair.bytes_in
-        teams: list[TeamSample] = []
         totals = {team.team_id: team for team in self._policy.team_service()}
+        figures = self._counted_here(totals, interference)
+        teams: list[TeamSample] = []
         for team_id, team in totals.items():
-            last = self._last.get(team_id, _NOTHING)
-            if team.served_us < last.served_us or team.entitled_us < last.entitled_us:
-                last = _NOTHING  # a new account
-            low, high = self._lags.get(team_id, (team.lag, team.lag))
-            sample = TeamSample(
-                team_id=team_id,
-                served_us=team.served_us - last.served_us,
-                entitled_us=team.entitled_us - last.entitled_us,
-                backlogged_ms=team.backlogged_us // 1000 - last.backlogged_us // 1000,
-                waiting=team.waiting,
-                running=team.running,
-                lag_min_us=min(low, team.lag),
-                lag_max_us=max(high, team.lag),
-                promotions=team.promotions - last.promotions,
-                bytes_swapped_out=bytes_out.get(team_id, 0),
-                bytes_swapped_in=bytes_in.get(team_id, 0),
-                exhausted=team.exhausted - last.exhausted,
-                budget_us=team.budget_us,
-                starving=team.starving,
-                promoted_us=team.promoted_us - last.promoted_us,
-                overhead_us=team.overhead_us - last.overhead_us,
-                pause_bound_us=scheduler.promises.bound_us(team_id, team.waiting) if scheduler is not None else 0,
-                longest_pause_us=longest_us.get(team_id, 0),
-                waiting_levels=team.waiting_levels,
-            )
+            last = self._last_of(team)
+            counted = team_counters.values(team, POLICY_COUNTERS)
+            for name in POLICY_TOTALS:
+                counted[name] -= getattr(last, name)
+            sample = TeamSample(team_id=team_id, waiting_levels=team.waiting_levels, **counted, **figures[team_id])
             if (
-                sample.served_us
-                or sample.entitled_us
+                any(counted[name] for name in POLICY_TOTALS)  # else what was counted would be told never
                 or team.backlogged_us > last.backlogged_us
-                or sample.promotions
                 or sample.longest_pause_us
                 or team.waiting
                 or team.running
@@ -123,6 +102,35 @@ class ServiceSampler:
             replayed_tokens=replayed,
             num_raised=raised,
         )
+
+    def _last_of(self, team: TeamService) -> TeamService:
+        """What was seen last of its totals: nothing, if they belong to a new account."""
+        last = self._last.get(team.team_id, _NOTHING)
+        return _NOTHING if team.served_us < last.served_us or team.entitled_us < last.entitled_us else last
+
+    def _counted_here(
+        self, totals: Mapping[int, TeamService], interference: Iterable[Interference]
+    ) -> dict[int, dict[str, Any]]:
+        """The engine's own counters of the interval, by team and name: those that are not `CountedByPolicy`."""
+        scheduler = self._scheduler
+        longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
+        swapped: Counter[tuple[int, str]] = Counter()
+        for pair in interference:
+            swapped[pair.victim_id, "out"] += pair.bytes_out
+            swapped[pair.victim_id, "in"] += pair.bytes_in
+        found = {}
+        for team_id, team in totals.items():
+            low, high = self._lags.get(team_id, (team.lag, team.lag))
+            found[team_id] = {
+                "backlogged_ms": team.backlogged_us // 1000 - self._last_of(team).backlogged_us // 1000,
+                "lag_min_us": min(low, team.lag),
+                "lag_max_us": max(high, team.lag),
+                "bytes_swapped_out": swapped[team_id, "out"],
+                "bytes_swapped_in": swapped[team_id, "in"],
+                "longest_pause_us": longest_us.get(team_id, 0),
+                "pause_bound_us": scheduler.promises.bound_us(team_id, team.waiting) if scheduler is not None else 0,
+            }
+        return found
 
     def _interference(self) -> tuple[Interference, ...]:
         """Who cost whom what since the last sample, by causer and victim."""

@@ -5,9 +5,12 @@ carrying all its token events), ServiceSamples once a second, Refused for a Subm
 All times are integer microseconds; `*_us` of a request are on the engine's monotonic clock unless they say otherwise.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+
+from policies.team_counters import TeamCounters
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -181,27 +184,11 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     message: str
 
 
-class TeamSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One team over one interval (about a second). Deltas, except waiting, running and the lags."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamSample(TeamCounters):
+    """One team over one interval (about a second): its counters of that interval (`policies.team_counters`)."""
 
     team_id: int
-    served_us: int
-    entitled_us: int
-    backlogged_ms: int
-    waiting: int
-    running: int
-    lag_min_us: float
-    lag_max_us: float
-    promotions: int = 0
-    bytes_swapped_out: int = 0  # of its sequences' KV, whoever caused it
-    bytes_swapped_in: int = 0
-    exhausted: int = 0  # starving sequences that found the promotion budget too small
-    budget_us: int = 0  # promotion budget at the end of the interval, in work
-    starving: int = 0  # sequences waiting for a grant at the end
-    promoted_us: int = 0  # work done under grants
-    overhead_us: int = 0  # cost of copies and replays it caused; a part of served_us
-    pause_bound_us: int = 0  # maximum pause (I8) for its present queue
-    longest_pause_us: int = 0  # longest pause that ended in this interval
     waiting_levels: tuple[int, ...] = ()  # `waiting` by level
 
 

@@ -1,5 +1,5 @@
-"""The tables of docs/reference.md, drawn from the code: `python -m gateway.cli.reference docs/reference.md` rewrites
-them.
+"""The tables of docs/reference.md and docs/metrics.md, drawn from the code: `python -m gateway.cli.reference PAGE`
+rewrites those of a page.
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test compares what stands there with what is drawn here.
 """
@@ -13,6 +13,7 @@ from gateway.openai.request_fields import HARMLESS, UNSERVED, accepted_values
 from gateway.openai.wire import served_fields
 from gateway.outputs import write_output
 from gateway.settings.values import SETTINGS, shown
+from policies.team_counters import POLICY_COUNTERS, TEAM_COUNTERS, Over
 
 
 def settings_table() -> str:
@@ -84,7 +85,27 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-TABLES = {"settings": settings_table, "commands": commands_table, "request fields": request_fields_table}
+def team_counters_table() -> str:
+    """Every declared team counter, and where it is shown."""
+    lines = [
+        "| counted by | counter | over time | metric | in the fairness report | what |",
+        "|---|---|---|---|---|---|",
+    ]
+    for counter in TEAM_COUNTERS:
+        owner = "policy" if counter in POLICY_COUNTERS else "engine"
+        suffix = "_total" if counter.over is Over.SUM else ""
+        metric = _code(f"{counter.metric}{suffix}" if counter.metric else "")
+        cells = [owner, _code(counter.name), counter.over.value, metric, _code(counter.report or ""), counter.text]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "settings": settings_table,
+    "commands": commands_table,
+    "request fields": request_fields_table,
+    "team counters": team_counters_table,
+}
 
 
 def rewrite(text: str) -> str:

@@ -53,10 +53,7 @@ class TeamMeters:
     requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by tier, model, outcome
     tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # by model, type
     promotions: Counter[str] = field(default_factory=Counter)  # by tier
-    served_us: int = 0
-    overhead_us: int = 0  # a part of served_us
-    entitled_us: int = 0
-    exhausted: int = 0
+    totals: Counter[str] = field(default_factory=Counter)  # of the team counters that are summed, by name
 
 
 class Meters:

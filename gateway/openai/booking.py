@@ -7,6 +7,7 @@ import msgspec
 from engine.wire.messages import Hello, ServiceSamples
 from gateway.errors import GatewayError
 from gateway.link.client import RequestStream
+from policies import team_counters
 from tenants.rows import (
     SIMULATED_PREFIX,
     InterferenceRow,
@@ -141,10 +142,14 @@ def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
     """One interval of the engine's samples, which ended at `at_us`, as the rows it is booked in."""
     rows: list[SampleRow] = []
     for team in samples.teams:
-        values = msgspec.structs.asdict(team)
-        del values["waiting_levels"]  # for metrics only
         rows.append(
-            ServiceSampleRow(at_us=at_us, interval_ms=samples.interval_ms, lag_bound_us=samples.lag_bound_us, **values)
+            ServiceSampleRow(
+                at_us=at_us,
+                team_id=team.team_id,
+                interval_ms=samples.interval_ms,
+                lag_bound_us=samples.lag_bound_us,
+                **team_counters.values(team),
+            )
         )
     rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
     rows.append(

@@ -1,5 +1,9 @@
 """Running totals in, deltas of an interval out."""
 
+from dataclasses import replace
+
+import pytest
+
 from engine.process.samples import INTERVAL_US, LOOK_US, ServiceSampler
 from engine.step.pauses import Promises
 from engine.wire.messages import ConfigureTeams, TeamEntry
@@ -7,6 +11,7 @@ from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.sequences import TeamService, TeamTerms
+from policies.team_counters import POLICY_TOTALS
 from tests.engine.support import ArrivalOrder, Engine, submit, team
 
 
@@ -22,7 +27,9 @@ class Totals(ArrivalOrder):
 
 
 def service(team_id: int, served: int, *, backlogged: int = 0, waiting: int = 0, lag: float = 0.0) -> TeamService:
-    return TeamService(team_id, served, served + 1, backlogged, waiting, 0, lag)
+    return TeamService(
+        team_id=team_id, served_us=served, entitled_us=served + 1, backlogged_us=backlogged, waiting=waiting, lag=lag
+    )
 
 
 def test_samples_are_deltas_that_sum_to_the_totals() -> None:
@@ -51,6 +58,16 @@ def test_idle_teams_are_left_out_and_an_idle_interval_is_nothing() -> None:
     policy.totals = [service(1, 10, waiting=4), service(2, 25)]
     samples = sampler.take(4 * INTERVAL_US)
     assert samples is not None and samples.teams[0].waiting == 4 and samples.teams[0].served_us == 0
+
+
+@pytest.mark.parametrize("name", POLICY_TOTALS)
+def test_when_any_total_grows_the_team_has_a_sample(name: str) -> None:
+    policy = Totals()
+    sampler = ServiceSampler(policy, 0)
+    for second, total in enumerate((4, 9), start=1):
+        policy.totals = [replace(service(1, 10), **{name: total + 10})]
+        samples = sampler.take(second * INTERVAL_US)
+    assert samples is not None and getattr(samples.teams[0], name) == 5
 
 
 def test_lags_are_the_least_and_largest_of_the_looks() -> None:

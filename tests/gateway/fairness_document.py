@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from policies.team_counters import TEAM_COUNTERS
+
 TIERS = ("gold", "silver", "bronze")
 SIZES = ("short", "medium", "long")
 WEIGHTS = {"gold": 4, "silver": 2, "bronze": 1}
@@ -73,7 +75,8 @@ EMPTY_SERIES |= {name: {} for name in ("served", "entitled", "backlogged", "lag"
 
 def _row(team: str, i: int, count: int) -> dict[str, Any]:
     tier = TIERS[i % 3]
-    return {
+    counted = {counter.report: 0 for counter in TEAM_COUNTERS if counter.report}
+    return counted | {
         "team": team,
         "team_status": "active",
         "tier": tier,

@@ -323,11 +323,12 @@ def test_every_command_takes_data_dir_and_json() -> None:
         assert {"--data-dir", "--json"} <= options, name
 
 
-def test_the_reference_page_is_drawn_from_the_code() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+def test_the_tables_of_the_pages_are_drawn_from_the_code() -> None:
+    pages = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("reference.md", "metrics.md")}
     for draw in reference.TABLES.values():
-        assert draw() in page
-    assert reference.rewrite(page) == page, "run: python -m gateway.cli.reference docs/reference.md"
+        assert draw() in "".join(pages.values())
+    for name, page in pages.items():
+        assert reference.rewrite(page) == page, f"run: python -m gateway.cli.reference docs/{name}"
 
 
 def test_help_imports_nothing_heavy() -> None:

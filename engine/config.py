@@ -6,11 +6,11 @@ MODES = ("proactive", "reactive", "recompute", "none")  # of memory_preemption
 
 
 class StartError(Exception):
-    """The engine cannot start, for a reason that an operator can mend. The message is one line for them."""
+    """The engine cannot start, for a reason that an operator can mend. The message is one line for the operator."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the engine process is started with. Passed as one JSON document on its command line."""
+    """Everything the engine process is started with. The gateway passes it as one JSON document on the command line."""
 
     kind: str = "torch"  # torch or sim
     model: str = "smollm2-135m"  # a built-in name or a directory
@@ -23,19 +23,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of it, or where the step's tokens are used up
     block_size: int = 16  # tokens of one KV block
     kv_memory_bytes: int = 2 * 1024**3
-    host_kv_memory_bytes: int = 4 * 1024**3  # swapped-out KV; 0 is no host pool
+    host_kv_memory_bytes: int = 4 * 1024**3  # for swapped-out KV; 0 is no host pool
     memory_preemption: str = "proactive"  # or reactive, recompute, none: how blocks are taken from paused sequences
     swap_benefit: int = 2  # gamma: a sequence is swapped out only if its turn is this many round trips away
-    swap_min_run_steps: int = 8  # m: steps a sequence keeps slot and blocks after it was swapped in
-    swap_link_percent: int = 60  # kappa: most of the link's time that swapping may use
+    swap_min_run_steps: int = 8  # m: steps for which a sequence keeps its slot and blocks after it was swapped in
+    swap_link_percent: int = 60  # kappa: the largest part of the link's time that swapping may use
     promotion_percent: int = 20  # eta: work of promotions in the long run, in percent of time; 0 turns them off
     max_queued_requests: int = 4096  # then only teams with less than an equal part are let in
-    max_outbox_bytes: int = 4 * 1024**2  # unsent events; above it steps wait
+    max_outbox_bytes: int = 4 * 1024**2  # unsent events; no step runs while the outbox holds as much or more
     levels: int = 8
     fairness_window_ms: int = 1000  # tau_f
-    coast: bool = True  # teams of like requests are served in order of arrival
+    coast: bool = True  # a team whose requests are alike is served in order of arrival
     deterministic: bool = False
-    kv_canary: bool = False  # check that swapped KV comes back bit for bit; a sequence whose KV does not ends in error
+    kv_canary: bool = False  # check that swapped KV comes back bit for bit; if not, its sequence ends with an error
     step_log: str = ""  # a file that gets one JSON line for each step; "" is none
-    step_log_max_bytes: int = 64 * 1024**2  # then it is moved to FILE.1 and begun again
+    step_log_max_bytes: int = 64 * 1024**2  # a log that has grown to this is moved to FILE.1, and FILE begins again
     cache_dir: str = ""  # "" is ~/.cache/terazi

@@ -1,8 +1,8 @@
-"""Once a second: what each active team got since the last sample, as the fairness report is built from.
+"""About once a second: what each active team got since the last sample. The fairness report is built from this.
 
-Reads the policy's and the scheduler's running totals; owns only what it saw last. Lags are looked at several times in
-an interval, so their least and largest are those of the looks, not of every step: reading a hundred teams costs as much
-as a step's picks.
+The sampler reads the running totals of the policy and the scheduler, and owns only the totals that it saw last. It
+looks at the lags ten times in an interval. So their least and largest values are those of the looks, not of every
+step: reading a hundred teams costs as much as a step's picks.
 """
 
 from collections import Counter
@@ -23,10 +23,10 @@ _NOTHING = TeamService(team_id=-1, lag=0.0)
 
 
 class ServiceSampler:
-    """Turns running totals into deltas. `look` often, `take` once an interval."""
+    """Turns running totals into deltas. The caller calls `look` after every step, and `take` once an interval."""
 
     def __init__(self, policy: Policy, now_us: int, scheduler: Scheduler | None = None, block_bytes: int = 0) -> None:
-        """`scheduler` tells of swaps, pauses and who cost whom what; without it those figures are 0."""
+        """`scheduler` gives swaps, pauses and interference; without it these figures are 0."""
         self._policy = policy
         self._scheduler = scheduler
         self._block_bytes = block_bytes
@@ -43,11 +43,11 @@ class ServiceSampler:
         return max(0, self._taken_us + INTERVAL_US - now_us)
 
     def restart(self, now_us: int) -> None:
-        """Begin an interval now: after idleness, which belongs to no interval."""
+        """Begin an interval now. Called after the engine was idle, since idle time belongs to no interval."""
         self._taken_us = self._looked_us = now_us
 
     def look(self, now_us: int) -> None:
-        """Note the lags, at most once every LOOK_US."""
+        """Note the teams' lags, at most once every LOOK_US."""
         if now_us - self._looked_us < LOOK_US:
             return
         self._looked_us = now_us
@@ -56,10 +56,10 @@ class ServiceSampler:
             self._lags[team.team_id] = (min(low, team.lag), max(high, team.lag))
 
     def take(self, now_us: int) -> ServiceSamples | None:
-        """The interval that ends now; None when no team got, wanted or waited for anything in it.
+        """The sample of the interval that ends now, or None if no team got, wanted or waited for anything in it.
 
-        Also right before the table of teams changes, when the policy may close the account of a team that has left: it
-        begins again at nothing when the team comes back.
+        Also called right before the table of teams changes. Then the policy may close the account of a team that has
+        left, and the team's totals begin at 0 again when it comes back.
         """
         interference = self._interference()
         scheduler = self._scheduler
@@ -133,7 +133,7 @@ class ServiceSampler:
         return found
 
     def _interference(self) -> tuple[Interference, ...]:
-        """Who cost whom what since the last sample, by causer and victim."""
+        """What teams cost each other since the last sample, in order of (causer, victim)."""
         if self._scheduler is None:
             return ()
         return tuple(

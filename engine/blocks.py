@@ -59,10 +59,6 @@ class BlockTable:
         self.host: list[int] = []
         self.num_saved = 0
 
-    def num_missing(self, num_tokens: int) -> int:
-        """Blocks to add before `num_tokens` tokens have room."""
-        return max(0, blocks_for(num_tokens, self.block_size) - len(self.blocks))
-
     def grow_to(self, num_tokens: int) -> None:
         """Add blocks until `num_tokens` tokens have room. The pool has been asked before."""
         missing = blocks_for(num_tokens, self.block_size) - len(self.blocks)

@@ -158,19 +158,6 @@ class SnapshotHolder:
                     await result
             return snapshot
 
-    async def refresh(self) -> bool:
-        """Reload if another process has written since (one small query). True if it did; raises as `reload` does."""
-        try:
-            async with self._database.session() as connection:
-                generation = await connection.scalar(select(tables.generation.c.value))
-        except STORE_ERRORS as error:
-            self.num_failed_reloads += 1
-            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
-        if generation == self._current.generation:
-            return False
-        await self.reload()
-        return True
-
 
 async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
     """Read teams, tiers, quotas and keys in one transaction."""

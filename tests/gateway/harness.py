@@ -311,7 +311,7 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        timeout_keep_alive=int(settings.idle_connection_timeout),
+        timeout_keep_alive=75,
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]

@@ -298,7 +298,10 @@ class MemoryManager:
             self._mover.replayed(sequence, row, charge_us)
         if not sequence.is_half:
             self._starts.filled(sequence)
-            self._mover.filled(sequence, by_replay=is_replay)
+            if is_replay:
+                self._mover.filled_again(sequence)
+            else:
+                self._mover.filled(sequence)
         return is_replay
 
     def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:

@@ -216,11 +216,14 @@ class Mover:
         self._bills.bill(charge_us, Cause(payer, sequence.memory.displaced_for, team_id), self._sequences)
         self._bills.replayed_tokens += len(row.token_ids)
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
-        """The prompt is whole, or whole again."""
-        if by_replay:  # as after an upload
-            self._planner.note_upload()
-            self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+    def filled_again(self, sequence: Sequence) -> None:
+        """A replay has made the prompt and the output whole again: it counts as an upload."""
+        self._planner.note_upload()
+        self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+        self.filled(sequence)
+
+    def filled(self, sequence: Sequence) -> None:
+        """The prompt is whole."""
         self.view.filled(sequence)
         sequence.memory.displaced_by = None
 
@@ -476,7 +479,10 @@ class Stayer:
     def replayed(self, sequence: Sequence, row: Row, charge_us: int) -> None:
         raise AssertionError("KV that stays is never computed again")
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
+    def filled_again(self, sequence: Sequence) -> None:
+        raise AssertionError("KV that stays is never computed again")
+
+    def filled(self, sequence: Sequence) -> None:
         pass
 
     def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:

@@ -146,7 +146,7 @@ def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
         rows.append(
             ServiceSampleRow(at_us=at_us, interval_ms=samples.interval_ms, lag_bound_us=samples.lag_bound_us, **values)
         )
-    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
+    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(sample)) for sample in samples.interference]
     rows.append(
         StepSampleRow(
             at_us=at_us,

@@ -92,7 +92,7 @@ class Bills:
         for sequence, charge_us in zip(ran, charges_us, strict=True):
             sequence.bill.device_us += charge_us
 
-    def close_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
+    def settle_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
         """The open step is billed whole: what is carried for a team goes to the first of its sequences that `ran`.
 
         Returns what the step cost each causer beside its rows, and the sequences that were charged without having run.

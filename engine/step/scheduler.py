@@ -334,8 +334,8 @@ class Scheduler:
         gained = [sequence for sequence in picked if not sequence.is_running]
         for sequence in gained:
             sequence.is_running = True
-        kept = {sequence.seq_id for sequence in picked}
-        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in kept]
+        picked_ids = {sequence.seq_id for sequence in picked}
+        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in picked_ids]
         for sequence in lost:
             sequence.is_running = False
             sequence.num_preemptions += 1

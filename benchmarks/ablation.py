@@ -36,7 +36,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
 from engine.config import MODES, EngineConfig
-from engine.memory.swap_cost import measured_break_even_bandwidth
 from engine.parts import EngineParts
 from engine.plan import StepPlan, StepResult
 from engine.process.listener import EngineIdentity
@@ -46,6 +45,7 @@ from engine.wire.messages import ConfigureTeams, Finished, SamplingParams, StepD
 from gateway.command import print_table
 from gateway.demo.policy_run import OTHER_TIER, TEAM_TIERS
 from gateway.demo.replay import describe
+from policies.cost import StepProfile
 from policies.tiers import DEFAULT_TIERS
 
 UNCONSTRAINED = "unconstrained"
@@ -236,8 +236,20 @@ def _link(parts: EngineParts) -> dict[str, float]:
     return {
         "block_copy_us": parts.block_copy_us,
         "measured_gb_per_second": speed / 1e9,
-        "break_even_gb_per_second": measured_break_even_bandwidth(tokens, parts.profile) / 1e9,
+        "break_even_gb_per_second": break_even_bandwidth(tokens, parts.profile) / 1e9,
     }
+
+
+def break_even_bandwidth(kv_bytes_per_token: float, profile: StepProfile) -> float:
+    """The bandwidth in bytes per second above which swapping beats recomputing; 0 when a prompt token takes no time.
+
+    With k bytes of KV a token, and t seconds to compute a prompt token, the way out and back takes 2k / bandwidth and
+    the recomputation t. Example: an 8B model on an A100 has k = 131,072 and t = 114.4 us, which gives 2.29 GB/s. With
+    a clean host copy, which needs no way out, half of it is enough.
+    """
+    if profile.prefill_token_us <= 0:
+        return 0.0
+    return 2e6 * kv_bytes_per_token / profile.prefill_token_us
 
 
 def apart(config: EngineConfig, name: str, trace: list[TraceRequest], seed: int, sampling: str) -> dict[str, Any]:

@@ -61,10 +61,6 @@ class BlockTable:
         self.host: list[int] = []
         self.num_saved = 0
 
-    def num_missing(self, num_tokens: int) -> int:
-        """How many blocks to add so that `num_tokens` tokens fit; 0 if they fit already."""
-        return max(0, blocks_for(num_tokens, self.block_size) - len(self.blocks))
-
     def grow_to(self, num_tokens: int) -> None:
         """Add blocks until `num_tokens` tokens fit. The caller has asked the pool's `can_allocate` before."""
         missing = blocks_for(num_tokens, self.block_size) - len(self.blocks)

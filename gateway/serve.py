@@ -175,7 +175,6 @@ class _Server:
                 settings=HttpSettings(
                     max_body_bytes=settings.max_body_bytes,
                     early_headers_after=settings.early_headers_after,
-                    idle_connection_timeout=settings.keep_alive_timeout,
                     default_max_tokens=settings.default_max_tokens,
                     process_above_bytes=settings.process_above_bytes,
                     prepare_team_bytes=settings.prepare_team_bytes,

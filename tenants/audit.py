@@ -14,7 +14,7 @@ from tenants.clock import iso
 async def record(
     connection: AsyncConnection, *, at_us: int, actor: str, action: str, target: str, detail: Mapping[str, Any]
 ) -> None:
-    """Book one admin write, and raise the generation so that every process reloads its snapshot."""
+    """Book one admin write, and raise the generation, which numbers the snapshots."""
     await connection.execute(
         insert(tables.audit).values(
             at_us=at_us, actor=actor, action=action, target=target, detail=json.dumps(detail, sort_keys=True)

@@ -164,7 +164,7 @@ class Totals:
 
 
 class Limited(Protocol):
-    """A team and its limits: `Identity` or `TeamEntry`."""
+    """A team and its limits: `Identity` or `KnownTeam`."""
 
     @property
     def team_id(self) -> int: ...

@@ -270,8 +270,8 @@ class Ledger:
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
+            for task in both:
+                task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _write_batch(self) -> None:

@@ -57,7 +57,7 @@ class KeyEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class TeamEntry:
+class KnownTeam:
     """One team that is not archived."""
 
     team_id: int
@@ -69,7 +69,7 @@ class TeamEntry:
 class Snapshot:
     """All teams and keys at one moment. Immutable."""
 
-    def __init__(self, pepper: Pepper, keys: Mapping[str, KeyEntry], teams: tuple[TeamEntry, ...], generation: int = 0):
+    def __init__(self, pepper: Pepper, keys: Mapping[str, KeyEntry], teams: tuple[KnownTeam, ...], generation: int = 0):
         self._pepper = pepper
         self._keys = MappingProxyType(dict(keys))  # by whole public id, never by a part of it
         self.teams = teams
@@ -158,19 +158,6 @@ class SnapshotHolder:
                     await result
             return snapshot
 
-    async def refresh(self) -> bool:
-        """Reload if another process has written since (one small query). True if it did; raises as `reload` does."""
-        try:
-            async with self._database.session() as connection:
-                generation = await connection.scalar(select(tables.generation.c.value))
-        except STORE_ERRORS as error:
-            self.num_failed_reloads += 1
-            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
-        if generation == self._current.generation:
-            return False
-        await self.reload()
-        return True
-
 
 async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
     """Read teams, tiers, quotas and keys in one transaction."""
@@ -185,10 +172,10 @@ async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
         generation = await connection.scalar(select(t.generation.c.value))
         team_rows = (await connection.execute(team_query)).mappings().all()
         key_rows = (await connection.execute(key_query)).mappings().all()
-    entries: dict[int, TeamEntry] = {}
+    entries: dict[int, KnownTeam] = {}
     archived: set[int] = set()
     for row in team_rows:
-        entries[row["id"]] = TeamEntry(row["id"], row["name"], t.tier_of(row), t.limits_of(row))
+        entries[row["id"]] = KnownTeam(row["id"], row["name"], t.tier_of(row), t.limits_of(row))
         if row["archived_at_us"] is not None:
             archived.add(row["id"])
     keys: dict[str, KeyEntry] = {}

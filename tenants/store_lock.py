@@ -94,8 +94,8 @@ class StoreLock:
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
+            for task in both:
+                task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
     async def release(self) -> None:

@@ -283,7 +283,7 @@ settings = Table(  # what the database decides for the server: policy, window an
     Column("updated_at_us", BigInteger, nullable=False),
 )
 
-generation = Table(  # one row, raised in the same transaction as each admin write: how other processes notice
+generation = Table(  # one row, raised in the same transaction as each admin write: the version of a snapshot
     "generation",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),

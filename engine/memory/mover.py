@@ -131,9 +131,9 @@ class Mover:
         frontier = self.view.frontier((need.seq_id for need in needs), most)
         may_drop = self.view.is_host_nearly_full and any(need.kind is Kind.GROW for need in needs)
         residents, away = self.view.sequences(self.view.away.values() if may_drop else frontier, num_steps)
-        timed = {one.seq_id for one in residents if not one.is_protected}
+        timed = {resident.seq_id for resident in residents if not resident.is_protected}
         timed.update(need.seq_id for need in needs)
-        timed.update(one.seq_id for one in frontier if one.memory.place is Place.HOST)
+        timed.update(sequence.seq_id for sequence in frontier if sequence.memory.place is Place.HOST)
         turns = policy.turns(timed, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
@@ -157,7 +157,7 @@ class Mover:
             return None
         holder = self._starts.holder
         residents, away = self.view.sequences(self.view.away.values(), num_steps)
-        turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
+        turns = policy.turns({view.seq_id for group in (residents, away, needs) for view in group}, self._slots, now_us)
         moves = self._planner.force(
             self.view.pools(0, self._link.left_us(now_us)),
             residents,
@@ -193,7 +193,11 @@ class Mover:
             if not flight.is_orphan:
                 late[flight.copy.seq_id] = self._sequences[flight.copy.seq_id]
             most = self._starts.device_blocks
-            late |= {one.seq_id: one for one in self._sequences.values() if one.memory.num_blocks_max > most}
+            late |= {
+                sequence.seq_id: sequence
+                for sequence in self._sequences.values()
+                if sequence.memory.num_blocks_max > most
+            }
         return list(late.values())
 
     def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
@@ -216,11 +220,14 @@ class Mover:
         self._bills.bill(charge_us, Cause(payer, sequence.memory.displaced_for, team_id), self._sequences)
         self._bills.replayed_tokens += len(row.token_ids)
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
-        """The prompt is whole, or whole again."""
-        if by_replay:  # as after an upload
-            self._planner.note_upload()
-            self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+    def filled_again(self, sequence: Sequence) -> None:
+        """A replay has made the prompt and the output whole again: it counts as an upload."""
+        self._planner.note_upload()
+        self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+        self.filled(sequence)
+
+    def filled(self, sequence: Sequence) -> None:
+        """The prompt is whole."""
         self.view.filled(sequence)
         sequence.memory.displaced_by = None
 
@@ -346,17 +353,17 @@ class Mover:
         needs = []
         blocked = list(self.blocked.values())
         if self._num_tried >= AWAY_TRIED:
-            blocked += [one for one in self.view.away.values() if one.seq_id not in self.blocked]
-        for one in blocked:
-            if one.memory.place in (Place.GOING_OUT, Place.COMING_BACK):
+            blocked += [sequence for sequence in self.view.away.values() if sequence.seq_id not in self.blocked]
+        for sequence in blocked:
+            if sequence.memory.place in (Place.GOING_OUT, Place.COMING_BACK):
                 continue
-            num_blocks, kind = one.memory.num_wanted, Kind.GROW
-            if one.memory.place is Place.HOST:
-                num_blocks, kind = self.view.wanted_to_return(one), Kind.UPLOAD
-            elif one.memory.place is Place.LOST:
-                num_blocks, kind = one.memory.num_claim, Kind.START
-            if one.seq_id not in asked:
-                needs.append(Need(one.seq_id, one.request.team_id, kind, num_blocks))
+            num_blocks, kind = sequence.memory.num_wanted, Kind.GROW
+            if sequence.memory.place is Place.HOST:
+                num_blocks, kind = self.view.wanted_to_return(sequence), Kind.UPLOAD
+            elif sequence.memory.place is Place.LOST:
+                num_blocks, kind = sequence.memory.num_claim, Kind.START
+            if sequence.seq_id not in asked:
+                needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
         return needs
 
     def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
@@ -476,7 +483,10 @@ class Stayer:
     def replayed(self, sequence: Sequence, row: Row, charge_us: int) -> None:
         raise AssertionError("KV that stays is never computed again")
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
+    def filled_again(self, sequence: Sequence) -> None:
+        raise AssertionError("KV that stays is never computed again")
+
+    def filled(self, sequence: Sequence) -> None:
         pass
 
     def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:

@@ -194,63 +194,70 @@ class Scheduler:
         return plan
 
     def _pick(self, now_us: int) -> _Picked:
-        """Let the policy pick, and take what fits."""
-        policy, promises, live = self.policy, self.promises, self._sequences
-        best, take, start, reach = policy.best, policy.take, self.memory.start, self.memory.reach
-        fixed_us, decode_marginal_us = self._profile.fixed_us, self._profile.decode_marginal_us
-        tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
+        """Let the policy pick: its best sequence gets a row, or is refused, which the memory tells the policy."""
+        policy, memory, live = self.policy, self.memory, self._sequences
         picked = _Picked([], [], [], [])
-        rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
+        tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
         policy.begin(now_us)
-        self.memory.begin()
+        memory.begin()
         while slots_left and tokens_left:
-            seq_id = best()
+            seq_id = policy.best()
             if seq_id is None:
                 break
             sequence = live[seq_id]
-            memory = sequence.memory
-            has_started = memory.place is not _DEVICE
-            if has_started and not start(sequence):
+            is_newcomer = sequence.memory.place is not _DEVICE
+            if is_newcomer and not memory.start(sequence):
                 continue
-            output, start_at = sequence.output_token_ids, memory.num_computed
-            if output and start_at >= memory.replay_to:
-                # Most rows decode, so theirs are made here: a call for each would cost a twentieth of the whole pick.
-                if not reach(sequence, start_at + 1):
-                    continue
-                marginal_us = decode_marginal_us(start_at + 1)
-                work_us = max(1, round(fixed_us + marginal_us))  # profile.decode_work_us
-                blocks, sampling = memory.table.blocks, sequence.request.sampling
-                row = Row(seq_id, True, start_at, (output[-1],), blocks, True, sampling, len(output))
-                tokens_left -= 1
-            else:
-                end = self._chunk_end(sequence, tokens_left)
-                if not reach(sequence, end):
-                    continue
-                make_row = self._replay_row if start_at < memory.replay_to else self._chunk_row
-                row, work_us, marginal_us = make_row(sequence, end)
-                tokens_left -= end - start_at
-            if sequence.first_step_us is None:
-                sequence.first_step_us = now_us
-            take(seq_id, work_us)
-            pause_us = now_us - sequence.last_us
-            if not sequence.is_running or pause_us > sequence.pause.longest_us or sequence.pause.is_starving:
-                promises.over(sequence, pause_us)
-            works_us.append(work_us)
-            marginals_us.append(marginal_us)
-            sequences.append(sequence)
-            rows.append(row)
+            start, end = sequence.memory.num_computed, self._row_end(sequence, tokens_left)
+            if not memory.reach(sequence, end):
+                continue
+            self._take(picked, sequence, end, now_us)
+            tokens_left -= end - start
             slots_left -= 1
-            if has_started:
-                self.memory.started()
-        self._change_slots(sequences)
+            if is_newcomer:
+                memory.started()
+        self._change_slots(picked.sequences)
         return picked
 
-    def _chunk_end(self, sequence: Sequence, tokens_left: int) -> int:
-        """The token up to which a row of prompt or replay gets in this step: a multiple of the chunk, if it can be."""
+    def _take(self, picked: _Picked, sequence: Sequence, end: int, now_us: int) -> None:
+        """Give a sequence a row of this step, up to its token `end`."""
+        memory = sequence.memory
+        if memory.num_computed < memory.replay_to:
+            row, work_us, marginal_us = self._replay_row(sequence, end)
+        elif sequence.output_token_ids:
+            row, work_us, marginal_us = self._decode_row(sequence, end)
+        else:
+            row, work_us, marginal_us = self._chunk_row(sequence, end)
+        self.policy.take(sequence.seq_id, work_us)
+        if sequence.first_step_us is None:
+            sequence.first_step_us = now_us
+        pause_us = now_us - sequence.last_us
+        if not sequence.is_running or pause_us > sequence.pause.longest_us or sequence.pause.is_starving:
+            self.promises.over(sequence, pause_us)
+        picked.rows.append(row)
+        picked.sequences.append(sequence)
+        picked.works_us.append(work_us)
+        picked.marginals_us.append(marginal_us)
+
+    def _row_end(self, sequence: Sequence, tokens_left: int) -> int:
+        """The token up to which a row gets in this step: one further for a decode row, else a multiple of the chunk if
+        that can be.
+        """
         memory, chunk = sequence.memory, self._chunk
-        start, replay_to, num_prompt = memory.num_computed, memory.replay_to, len(sequence.request.prompt_token_ids)
+        start, replay_to = memory.num_computed, memory.replay_to
+        if sequence.output_token_ids and start >= replay_to:
+            return start + 1
         end = min((start // chunk + 1) * chunk, start + tokens_left)
-        return min(end, replay_to) if start < replay_to else min(end, num_prompt)
+        return min(end, replay_to if start < replay_to else len(sequence.request.prompt_token_ids))
+
+    def _decode_row(self, sequence: Sequence, end: int) -> tuple[Row, int, float]:
+        """The newest token, which had no KV yet; its stand-alone work and its marginal cost, in microseconds."""
+        memory, output, profile = sequence.memory, sequence.output_token_ids, self._profile
+        marginal_us = profile.decode_marginal_us(end)
+        work_us = max(1, round(profile.fixed_us + marginal_us))  # profile.decode_work_us, without asking twice
+        start, blocks, sampling = memory.num_computed, memory.table.blocks, sequence.request.sampling
+        row = Row(sequence.seq_id, True, start, (output[-1],), blocks, True, sampling, len(output))
+        return row, work_us, marginal_us
 
     def _chunk_row(self, sequence: Sequence, end: int) -> tuple[Row, int, float]:
         """A chunk of the prompt, the last of which samples; its stand-alone work and its marginal cost, in
@@ -327,8 +334,8 @@ class Scheduler:
         gained = [sequence for sequence in picked if not sequence.is_running]
         for sequence in gained:
             sequence.is_running = True
-        kept = {sequence.seq_id for sequence in picked}
-        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in kept]
+        picked_ids = {sequence.seq_id for sequence in picked}
+        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in picked_ids]
         for sequence in lost:
             sequence.is_running = False
             sequence.num_preemptions += 1

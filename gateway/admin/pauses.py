@@ -12,7 +12,7 @@ from engine.wire.messages import Hello
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
-from tenants.snapshot import TeamEntry
+from tenants.snapshot import KnownTeam
 
 NO_ENGINE = "no engine is connected"
 NO_TEAM = "no team has this tier"
@@ -42,7 +42,7 @@ class MaxPause:
 class MaxPauses:
     """The maximum pauses under one engine and one table of teams."""
 
-    def __init__(self, hello: Hello | None, teams: Iterable[TeamEntry]) -> None:
+    def __init__(self, hello: Hello | None, teams: Iterable[KnownTeam]) -> None:
         self._hello = hello
         self._teams = {team.team_id: team for team in teams}
         self._table = [team.tier.terms(team.team_id) for team in self._teams.values()]

@@ -146,19 +146,19 @@ def _document(
     table = []
     for team in teams:
         done = [o for o in outcomes if o.row.team == team and o.error is None]
-        one = summary["teams"][team]
+        numbers = summary["teams"][team]
         slowdown = describe([(o.jct or 0.0) / _alone_seconds(profile, o.row) for o in done])
         table.append(
             {
                 "team": team,
                 "tier": options.tier_of(team),
-                "requests": one["requests"],
-                "failed": one["failed"],
-                "ttft_mean": (one["ttft_seconds"] or {}).get("mean"),
-                "ttft_p95": (one["ttft_seconds"] or {}).get("p95"),
-                "ttft_p99": (one["ttft_seconds"] or {}).get("p99"),
-                "jct_mean": (one["jct_seconds"] or {}).get("mean"),
-                "jct_p95": (one["jct_seconds"] or {}).get("p95"),
+                "requests": numbers["requests"],
+                "failed": numbers["failed"],
+                "ttft_mean": (numbers["ttft_seconds"] or {}).get("mean"),
+                "ttft_p95": (numbers["ttft_seconds"] or {}).get("p95"),
+                "ttft_p99": (numbers["ttft_seconds"] or {}).get("p99"),
+                "jct_mean": (numbers["jct_seconds"] or {}).get("mean"),
+                "jct_p95": (numbers["jct_seconds"] or {}).get("p95"),
                 "slowdown_mean": (slowdown or {}).get("mean"),
                 "slowdown_p95": (slowdown or {}).get("p95"),
                 "share": fairness.get(team, {}).get("share"),

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.wire.framing import FrameDecoder, FrameError, encode
@@ -127,14 +127,6 @@ class RequestStream:
                 while not self._is_over:
                     await self._wait()
         return self.finished
-
-    async def __aiter__(self) -> AsyncIterator[list[int]]:
-        while True:
-            token_ids = await self.get()
-            if token_ids:
-                yield token_ids
-            elif self.finished is not None:
-                return
 
 
 class EngineClient:

@@ -112,7 +112,7 @@ class ServiceMeters:
                 share.add(part, -1)
                 if not share.intervals:
                     del self._shares[team_id]
-        for team_id in [one for one, (at, _) in self._latest.items() if at <= oldest]:
+        for team_id in [other_id for other_id, (at, _) in self._latest.items() if at <= oldest]:
             del self._latest[team_id]
 
     def shares(self) -> dict[int, Share]:

@@ -19,9 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import GatewayError, HeadersTooLarge, MethodNotAllowed, NotFound
-from gateway.openai import headers as limits_headers
 from gateway.openai.admission import identify
 from gateway.openai.completions import REQUEST_ID_KEY, SHOWN_ID_KEY, Completions
+from gateway.openai.headers import limit_headers, tier_headers
 from gateway.openai.reply import JSON_HEADERS
 from gateway.openai.state import GatewayState as GatewayState
 from gateway.openai.state import HttpSettings as HttpSettings
@@ -190,7 +190,7 @@ class Models:
             if not found:
                 raise NotFound(f"The model {wanted[:200]!r} does not exist.", code="model_not_found", param="model")
             document = found[0]
-        headers = limits_headers.limit_headers(state.leases.view(identity)) | limits_headers.tier_headers(identity)
+        headers = limit_headers(state.leases.view(identity)) | tier_headers(identity)
         await _send(send, 200, {**JSON_HEADERS, **headers}, msgspec.json.encode(document))
 
     def _models(self) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
                 **team_counters.values(team),
             )
         )
-    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
+    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(sample)) for sample in samples.interference]
     rows.append(
         StepSampleRow(
             at_us=at_us,

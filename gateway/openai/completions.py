@@ -23,7 +23,6 @@ from engine.wire.messages import Finished, Hello, SamplingParams, Submit
 from gateway.errors import ClientGone, EngineDied, EngineFailed, GatewayError, Retryable, Unavailable
 from gateway.link.client import RequestStream
 from gateway.listen.body import check_media_type, discard_body, read_body
-from gateway.openai import headers as limits_headers
 from gateway.openai.admission import Claim, identify, queue_timeout
 from gateway.openai.booking import (
     CLIENT_CLOSED,
@@ -37,6 +36,7 @@ from gateway.openai.booking import (
     use_of,
 )
 from gateway.openai.disconnect import Departure
+from gateway.openai.headers import limit_headers, tier_headers, timing_headers
 from gateway.openai.reply import JSON_HEADERS, STREAM_HEADERS, Reply
 from gateway.openai.request_fields import ignored_header
 from gateway.openai.state import GatewayState, Timer, engine_away_error, starting_error
@@ -427,12 +427,12 @@ class _Call:
     def _response_headers(self, base: Mapping[str, str]) -> dict[str, str]:
         headers = dict(base)
         if self._identity is not None:
-            headers |= limits_headers.limit_headers(self._state.leases.view(self._identity))
-            headers |= limits_headers.tier_headers(self._identity)
+            headers |= limit_headers(self._state.leases.view(self._identity))
+            headers |= tier_headers(self._identity)
         headers |= ignored_header(self._ignored_fields)
         finished = self._stream.finished if self._stream is not None else None
         first = self._first_token_at_us
-        headers |= limits_headers.timing_headers(
+        headers |= timing_headers(
             queue_us=finished.queued_us if finished is not None else None,
             first_token_us=None if first is None else first - self._received_at_us,
         )

@@ -28,7 +28,6 @@ class HttpSettings:
     send_timeout: float = 60.0  # a client that takes in nothing for so long is gone
     early_headers_after: float = 15.0  # a stream's headers go out even without a token
     keep_alive_interval: float = 15.0  # silence in a stream before a comment line
-    idle_connection_timeout: float = 75.0  # above the clients' pools, below the load balancer's
     default_max_tokens: int = 1024  # when the caller gives none
     thread_above_bytes: int = 4096  # larger bodies are decoded and tokenised in a thread
     process_above_bytes: int = 64 * 1024  # and still larger ones in a process of their own

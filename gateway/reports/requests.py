@@ -39,7 +39,9 @@ def waits(report: Report) -> Section:
                 )
             )
             previous = row["tier"]
-        alt = f"{title}, median to 95th percentile. " + "; ".join(f"{one.label}: {one.text}" for one in ranges)
+        alt = f"{title}, median to 95th percentile. " + "; ".join(
+            f"{interval.label}: {interval.text}" for interval in ranges
+        )
         return Figure(
             title,
             svg.ranges(alt, ranges, unit, least),

@@ -428,5 +428,4 @@ SETTINGS: tuple[Setting, ...] = (
         "logging.refusal_lines_per_minute",
         most=1_000_000,
     ),
-    Setting("log_bodies", "choice", "none", "Prompts and answers are never logged.", "logging.bodies", "", ("none",)),
 )

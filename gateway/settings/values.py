@@ -91,7 +91,6 @@ class Settings:
     log_format: str
     log_level: str
     refusal_lines_per_minute: int
-    log_bodies: str
     sources: Mapping[str, str]
 
     @property

@@ -5,10 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.ablation import UNCONSTRAINED, Play, play, print_runs, show
+from benchmarks.ablation import UNCONSTRAINED, Play, break_even_bandwidth, play, print_runs, show
 from engine.config import EngineConfig
 from engine.models.store import TINY
 from engine.sim.workload import parse_trace
+from policies.cost import StepProfile
 
 LINES = [
     f'{{"t": {0.001 * i}, "team": "{["reports", "support", "dev"][i % 3]}", "prompt_tokens": {9 + 5 * i}, '
@@ -53,6 +54,14 @@ def test_a_constrained_run_has_the_unconstrained_runs_ids_and_its_counts_add_up(
     print_runs(runs, "tiny")
     printed = capsys.readouterr().out
     assert all(run["run"] in printed for run in runs) and "swapping beats recomputing above" in printed
+
+
+@pytest.mark.case("O13")
+def test_at_the_break_even_out_and_back_takes_a_recomputation() -> None:
+    """Llama 8B on an A100: 131,072 bytes a token, 2 * 8.03e9 operations a token at 45 % of 312e12 a second."""
+    token_us = 2 * 8.03e9 / 140.4e12 * 1e6
+    assert break_even_bandwidth(131_072, StepProfile(9.0, token_us, 0.0, 1.0, 1.0)) == pytest.approx(2.29e9, rel=0.001)
+    assert break_even_bandwidth(131_072, StepProfile(9.0, 0.0, 0.0, 1.0, 1.0)) == 0.0
 
 
 def test_a_request_that_gets_other_ids_is_told() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.blocks import BlockTable
+from engine.blocks import BlockTable, blocks_for
 from engine.memory.pools import KVMemory, LinkBudget
 
 BLOCK_SIZE = 4
@@ -178,7 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 20))
     def come(self, tokens: int) -> None:
         table = BlockTable(self.memory.device, BLOCK_SIZE)
-        if self.memory.device.can_allocate(table.num_missing(tokens)):
+        if self.memory.device.can_allocate(blocks_for(tokens, BLOCK_SIZE) - len(table.blocks)):
             table.grow_to(tokens)
             self.resident[self.next_id] = table, tokens
             self.next_id += 1
@@ -188,7 +188,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, more: int) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.resident)))
         table, tokens = self.resident[seq_id]
-        if self.memory.device.can_allocate(table.num_missing(tokens + more)):
+        if self.memory.device.can_allocate(blocks_for(tokens + more, BLOCK_SIZE) - len(table.blocks)):
             table.grow_to(tokens + more)
             self.resident[seq_id] = table, tokens + more
 

@@ -30,7 +30,7 @@ from tenants.leases import Leases
 from tenants.pepper import Pepper
 from tenants.quotas import Limits
 from tenants.rows import LedgerRow, OpenEntry, Progress
-from tenants.snapshot import Identity, KeyEntry, Snapshot, TeamEntry
+from tenants.snapshot import Identity, KeyEntry, KnownTeam, Snapshot
 from tests.gateway.fake_engine import EOS, VOCAB_SIZE, FakeEngine, hello
 
 MODEL = "org/tiny-random"
@@ -145,7 +145,7 @@ class Holder:
 
     def __init__(self) -> None:
         self.entries: dict[str, KeyEntry] = {}
-        self.teams: list[TeamEntry] = []
+        self.teams: list[KnownTeam] = []
         self.current = Snapshot(PEPPER, {}, ())
 
     def add(
@@ -163,7 +163,7 @@ class Holder:
         known = [entry for entry in self.teams if entry.name == team]
         team_id = known[0].team_id if known else len(self.teams) + 1
         if not known:
-            self.teams.append(TeamEntry(team_id, team, tier, limits))
+            self.teams.append(KnownTeam(team_id, team, tier, limits))
         key = key_format.new_key()
         identity = Identity(
             key_id=len(self.entries) + 1,
@@ -311,7 +311,7 @@ async def served(app: ASGIApp, settings: HttpSettings, http: Any) -> AsyncIterat
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        timeout_keep_alive=int(settings.idle_connection_timeout),
+        timeout_keep_alive=75,
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]

@@ -45,8 +45,10 @@ async def test_tokens_arrive_in_batches_and_then_the_end() -> None:
         engine.say("a", "xy")
         engine.say("a", "z")
         engine.finish("a", "stop")
-        batches = [batch async for batch in stream]
-        assert [token for batch in batches for token in batch] == byte_ids("xyz")
+        token_ids = []
+        while stream.finished is None:
+            token_ids += await stream.get()
+        assert token_ids == byte_ids("xyz")
         assert stream.finished is not None and stream.finished.output_tokens == 3
         assert (stream.num_tokens, stream.device_us) == (3, 3000)
         assert client.num_streams == 0

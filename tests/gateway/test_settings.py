@@ -51,7 +51,7 @@ def test_sizes_durations_and_listen_addresses(tmp_path: Path) -> None:
         'server: {listen: "[::]:8090", admin_listen: 127.0.0.1:8091, max_body_bytes: 8388608, drain_timeout: 1500ms}\n'
         "store: {journal_fsync_interval: 50ms, on_error: deny}\n"
         "engine: {kv_memory: 2GiB, host_kv_memory: 1.5 MiB, deterministic: true}\n"
-        "logging: {format: json, bodies: none}\n",
+        "logging: {format: json}\n",
     )
     settings = load({}, {}, file)
     assert (settings.host, settings.port, settings.admin_host, settings.admin_port) == ("::", 8090, "127.0.0.1", 8091)
@@ -68,6 +68,7 @@ def test_sizes_durations_and_listen_addresses(tmp_path: Path) -> None:
         ("engine:\n  max_batch_sise: 4\n", 2, "did you mean engine.max_batch_size?"),
         ("engin:\n  model: x\n", 1, "did you mean engine?"),
         ("tiers:\n  gold: 1\n", 1, "unknown key tiers"),
+        ("logging:\n  bodies: none\n", 2, "unknown key logging.bodies"),
         ("server:\n  port: 1\nserver:\n  port: 2\n", 3, "server is given twice, first in line 1"),
         ("server:\n  port: 1\n  host: a\n  port: 1\n", 4, "server.port is given twice, first in line 2"),
         ('engine:\n  max_batch_size: "60"\n', 2, "'60' is not a whole number without quotes"),

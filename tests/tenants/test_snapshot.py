@@ -89,21 +89,6 @@ async def test_a_revoked_key_is_refused_by_the_next_call_and_named_only_to_its_o
     assert store.holder.current.identify(other, NOW).team == running.team == "search"
 
 
-@pytest.mark.case("G51")
-async def test_another_process_notices_a_revoke_by_one_small_query(store: Store) -> None:
-    await store.team("search")
-    public_id, text = await store.key("search")
-    other = SnapshotHolder(store.database, store.pepper)
-    await other.reload()
-    assert await other.refresh() is False
-    async with store.database.begin_immediate() as connection:
-        await keys.revoke_key(connection, public_id, at_us=NOW_US, actor="test")
-    other.current.identify(text, NOW)
-    assert await other.refresh() is True
-    with pytest.raises(KeyRevoked):
-        other.current.identify(text, NOW)
-
-
 @pytest.mark.case("B17", "B12")
 async def test_a_key_is_good_strictly_before_its_end_in_any_time_zone(store: Store) -> None:
     await store.team("search")
@@ -173,9 +158,7 @@ async def test_with_the_database_gone_good_keys_stay_good_and_bad_ones_bad(store
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             await store.holder.reload()
-    with pytest.raises(StoreUnavailable):
-        await store.holder.refresh()
-    assert store.holder.num_failed_reloads == 3
+    assert store.holder.num_failed_reloads == 2
     assert store.holder.current.identify(text, NOW).team == "search"
     with pytest.raises(InvalidKey):
         store.holder.current.identify(key_format.render(key_format.new_key()), NOW)

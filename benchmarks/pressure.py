@@ -3,9 +3,9 @@
 
     python -m benchmarks.pressure [--seeds 5000] [--first 0] [--jobs 2] [--json]
 
-Each seed is a random load on the simulator (`tests/simulation/pressure.py`): a device pool of 25 % and a host pool of
-10 % of the blocks that the same load holds at once when it has room. Every step is checked
-(`tests/simulation/pressure_checks.py`). Exit status 1 when anything was violated.
+Each seed is a random load on the simulator (`tests/support/simulation/pressure.py`): a device pool of 25 % and a
+host pool of 10 % of the blocks that the same load holds at once when it has room. Every step is checked
+(`tests/support/simulation/pressure_checks.py`). Exit status 1 when anything was violated.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests.simulation.pressure_checks import IDS, Outcome
-from tests.simulation.pressure_run import run
+from tests.support.simulation.pressure_checks import IDS, Outcome
+from tests.support.simulation.pressure_run import run
 
 _FORGIVEN: dict[str, Callable[[Outcome], int]] = {
     "debt cut": lambda outcome: outcome.forgiven_us,

@@ -6,7 +6,7 @@ before it wrote: the caller has waited for those steps (TorchRunner has, since i
 
 FastServe's public code records the fence before it enqueues the copies, and so fences nothing; here the id is the
 fence, and only an engine that knows the copy is over says it. An engine that copies behind the forward pass has the
-same interface (tests/engine/chaos_copy.py is one that copies as late and as badly as it may).
+same interface (tests/support/engine/chaos_copy.py is one that copies as late and as badly as it may).
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.demo.run import load_trace
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 
 def write_trace(path: Path, teams: list[str]) -> Path:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.server import Server, wait_until
+from tests.support.e2e.server import Server, wait_until
 
 MakeServer = Callable[..., Server]
 FLAGS = ["--kv-memory", "192KiB", "--host-kv-memory", "1MiB", "--max-batch-size", "4"]  # 32 device blocks

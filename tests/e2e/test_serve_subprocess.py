@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.clients import Stream, client_of, ledger_rows, long_body
-from tests.e2e.server import Server, is_running, wait_until
+from tests.support.e2e.clients import Stream, client_of, ledger_rows, long_body
+from tests.support.e2e.server import Server, is_running, wait_until
 
 MakeServer = Callable[..., Server]
 

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from gateway.admin.app import AdminState, render_metrics
 from tenants.migrate import upgrade
-from tests.gateway.admin_support import TOKEN, client_of
-from tests.tenants.support import Store, opened
+from tests.support.gateway.admin import TOKEN, client_of
+from tests.support.tenants.stores import Store, opened
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from gateway.listen import protocol as http_protocol
 from gateway.openai.app import HttpSettings
 from policies.tiers import DEFAULT_TIERS
 from tenants.rows import LedgerRow
-from tests.engine.moments import MOMENTS as ALL_MOMENTS
-from tests.engine.moments import check_cuts, moment_of, planned, read_steps
-from tests.gateway.core_engine import DEVICE_BLOCKS, HOST_BLOCKS, CoreEngine, small_hello
-from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
+from tests.support.engine.moments import MOMENTS as ALL_MOMENTS
+from tests.support.engine.moments import check_cuts, moment_of, planned, read_steps
+from tests.support.gateway.core_engine import DEVICE_BLOCKS, HOST_BLOCKS, CoreEngine, small_hello
+from tests.support.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
 pytestmark = pytest.mark.anyio
 

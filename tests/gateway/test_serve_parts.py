@@ -20,7 +20,7 @@ from gateway.link.process import EngineProcess, EngineStartError, engine_config,
 from gateway.link.supervisor import EngineFollower, EngineSupervisor
 from gateway.listen.listeners import ListenError, bind, make_server, url_of
 from gateway.settings.values import load
-from tests.gateway.harness import WAIT, FakeClock, clocked, eventually
+from tests.support.gateway.harness import WAIT, FakeClock, clocked, eventually
 
 
 def test_what_the_engine_says_of_a_flag_names_where_the_value_came_from(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.test_copy_engine import (  # noqa: F401  (collected here too, with this file's device)
+from tests.engine.device.test_copy_engine import (  # noqa: F401  (collected here too, with this file's device)
     pools,
     test_blocks_go_out_and_come_back_elsewhere_with_every_bit,
     test_copies_that_disagree_about_a_block_are_a_bug,

@@ -15,9 +15,9 @@ from policies.catalog import make_policy
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from tests.policies.driver import INFINITE, Driver, Job, config
-from tests.policies.reference import variation_of
-from tests.policies.scenarios import COASTS, Scenario, random_scenario, scenarios
+from tests.support.policies.driver import INFINITE, Driver, Job, config
+from tests.support.policies.reference import variation_of
+from tests.support.policies.scenarios import COASTS, Scenario, random_scenario, scenarios
 
 A, B = 0, 1
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

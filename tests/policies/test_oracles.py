@@ -11,7 +11,7 @@ import pytest
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from tests.policies.driver import INFINITE, UNIT, Driver, Job, config
+from tests.support.policies.driver import INFINITE, UNIT, Driver, Job, config
 
 A, B, F, G, H = 0, 1, 5, 6, 7
 

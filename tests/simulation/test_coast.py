@@ -19,9 +19,9 @@ from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.cost import StepProfile
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from tests.engine.support import Engine, submit
-from tests.policies.driver import Driver, config
 from tests.simulation.test_refuse_new import CONFIG, Pair, newcomers
+from tests.support.engine.simple_engine import Engine, submit
+from tests.support.policies.driver import Driver, config
 
 SLOTS = 16
 # A step lasts the same whatever is in it.

@@ -14,10 +14,10 @@ from policies.eg_mlfq import EgMlfq
 from policies.fcfs import Fcfs
 from policies.policy import Policy
 from policies.tiers import DEFAULT_TIERS
-from tests.engine.support import Engine, submit
 from tests.simulation.test_gaming import HONEST, PROFILE, Ask, Contest, Outcome, forever
 from tests.simulation.test_oracles import PROFILE as UNITS
 from tests.simulation.test_oracles import Job, Timeline, quanta
+from tests.support.engine.simple_engine import Engine, submit
 
 GOLD, BRONZE = 0, 1
 TIERS = {tier.name: tier for tier in DEFAULT_TIERS}

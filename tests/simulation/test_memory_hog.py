@@ -9,8 +9,8 @@ from engine.sim.runner import SimRunner
 from engine.wire.messages import SamplingParams, Submit
 from policies.catalog import make_policy
 from policies.config import from_profile
-from tests.engine.support import Engine, team
 from tests.simulation.test_gaming import PROFILE
+from tests.support.engine.simple_engine import Engine, team
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Under memory pressure the promises hold: 300 seeds in every run of the tests, 5,000 more in `make test-slow`.
 
-`tests.simulation.pressure` says what the load is, `tests.simulation.pressure_checks` what is checked. The sweep runs
-once; each test reads from it what was violated. `python -m benchmarks.pressure` prints the figures.
+`tests.support.simulation.pressure` says what the load is, `tests.support.simulation.pressure_checks` what is checked.
+The sweep runs once; each test reads from it what was violated. `python -m benchmarks.pressure` prints the figures.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.simulation.pressure_checks import Outcome
-from tests.simulation.pressure_run import run
+from tests.support.simulation.pressure_checks import Outcome
+from tests.support.simulation.pressure_run import run
 
 FAST = range(300)
 SLOW = range(300, 5300)

@@ -18,7 +18,7 @@ from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
 from policies.fcfs import Fcfs
 from policies.policy import Policy
-from tests.engine.support import Engine, submit, team
+from tests.support.engine.simple_engine import Engine, submit, team
 
 UNIT_US = 1000
 PROFILE = StepProfile(

@@ -8,7 +8,7 @@ import pytest
 
 from tenants import migrate
 from tenants.database import sqlite_url
-from tests.tenants.support import Store, opened
+from tests.support.tenants.stores import Store, opened
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tenants import sqlite_driver, tables
 from tenants.database import Database, make_engine
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import pytest
 from tenants.errors import StoreUnavailable
 from tenants.journal import CLOSE_LINE_BYTES, Journal, _line, sync_and_close
 from tenants.rows import Progress
-from tests.tenants.support import closed_row, open_entry
+from tests.support.tenants.stores import closed_row, open_entry
 
 
 def journal(directory: Path, *, bytes_max: int = 10**6, segment_bytes: int = 10**6) -> Journal:

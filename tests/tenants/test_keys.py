@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tenants import audit, key_format, keys, tables
 from tenants.errors import Conflict, Invalid, NotFound
 from tenants.pepper import PEPPER_ENV, Pepper, load_pepper
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 
 def test_a_key_reads_back_and_matches_the_published_pattern() -> None:

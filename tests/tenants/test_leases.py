@@ -7,7 +7,7 @@ import pytest
 
 from tenants.errors import LimitExceeded
 from tenants.leases import WINDOW_SECONDS, Leases, RollingWindow
-from tests.tenants.support import Clock, identity
+from tests.support.tenants.stores import Clock, identity
 
 
 def admit(leases: Leases, who: object, tokens: int = 0) -> bool:

@@ -19,7 +19,7 @@ from tenants.clock import from_epoch_us
 from tenants.errors import LimitExceeded, StoreUnavailable
 from tenants.leases import Leases
 from tenants.ledger import Ledger, LedgerSettings, Progress, ServiceSampleRow, recent_use
-from tests.tenants.support import NOW_US, Clock, Store, closed_row, open_entry, request_ids
+from tests.support.tenants.stores import NOW_US, Clock, Store, closed_row, open_entry, request_ids
 
 pytestmark = pytest.mark.anyio
 QUICK = LedgerSettings(retry_seconds_first=0.001, retry_seconds_max=0.002, journal_fsync_interval_seconds=0.001)
@@ -169,7 +169,7 @@ import asyncio, sys
 from pathlib import Path
 from tenants.database import Database
 from tenants.ledger import Ledger, LedgerSettings, Progress
-from tests.tenants.support import closed_row, open_entry
+from tests.support.tenants.stores import closed_row, open_entry
 
 async def main(url, directory):
     ledger = Ledger(Database.open(url), Path(directory), LedgerSettings())

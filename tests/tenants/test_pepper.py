@@ -9,7 +9,7 @@ import pytest
 
 from tenants.errors import Invalid
 from tenants.pepper import load_pepper
-from tests.other_user import NOBODY, as_nobody
+from tests.support.other_user import NOBODY, as_nobody
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 

@@ -20,9 +20,9 @@ from tenants.reports.periods import Period
 from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import LedgerRow, SampleRow
-from tests.tenants import histories
-from tests.tenants.postgres import PostgresServer, running_server
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry, upgrade_to
+from tests.support.tenants import histories
+from tests.support.tenants.postgres import PostgresServer, running_server
+from tests.support.tenants.stores import NOW_US, Store, closed_row, open_entry, upgrade_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
 

@@ -15,9 +15,9 @@ from tenants.reports.periods import Period
 from tenants.reports.samples import HOUR_US, Reach, Span, split
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, ServiceSampleRow, StepSampleRow
-from tests.tenants import histories
-from tests.tenants.histories import SECOND_US, TEAMS, settle_retention
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants import histories
+from tests.support.tenants.histories import SECOND_US, TEAMS, settle_retention
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 START_US = NOW_US // HOUR_US * HOUR_US

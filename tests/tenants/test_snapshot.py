@@ -11,7 +11,7 @@ from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable,
 from tenants.pepper import Pepper
 from tenants.quotas import Limits
 from tenants.snapshot import Snapshot, SnapshotHolder
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 NOW = from_epoch_us(NOW_US)

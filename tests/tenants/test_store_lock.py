@@ -13,7 +13,7 @@ from tenants import store_lock
 from tenants.database import sqlite_url
 from tenants.errors import StoreInUse, StoreUnavailable
 from tenants.store_lock import GATEWAY, StoreLock, hold_store, lock_path
-from tests.tenants.postgres import PostgresServer, running_server
+from tests.support.tenants.postgres import PostgresServer, running_server
 from tests.tenants.test_ledger import until
 
 pytestmark = pytest.mark.anyio

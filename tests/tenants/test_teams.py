@@ -6,7 +6,7 @@ from tenants import audit, teams, tiers
 from tenants.errors import Conflict, Invalid, NotFound
 from tenants.names import check_name
 from tenants.quotas import Limits
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,290 @@
+"""The attention backends against loops in float32, over the shapes they must serve, and the probes of one of them."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.device.attention import AttentionBackend, Span
+from engine.device.attention.gather_sdpa import CALL_TOKENS, GatherSdpa, length_groups, padding_granularity
+from engine.device.attention.paged_native import PagedNative
+from engine.device.kv_cache import KVAllocationError, KVCache
+from engine.device.model import rotate
+from engine.models.config import ModelConfig, RopeScaling
+from tests.support.engine.torch_schedules import BLOCK_SIZE, native_kernels
+
+CPU = torch.device("cpu")
+BACKENDS = ["torch", "native"]
+
+
+def config_of(kv_heads: int, group: int, head_dim: int, context: int = 256) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=2,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_len=context,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=RopeScaling(),
+        is_tied=True,
+        has_attention_bias=False,
+        has_mlp_bias=False,
+        eos_token_ids=(),
+    )
+
+
+def reference(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+    """Causal attention by loops: queries [n, heads, dim] at positions start.., keys and values [len, kv_heads, dim]."""
+    out = torch.empty(queries.shape)
+    group = queries.shape[1] // keys.shape[1]
+    for i in range(queries.shape[0]):
+        for head in range(queries.shape[1]):
+            visible = slice(0, start + i + 1)
+            scores = keys[visible, head // group].float() @ queries[i, head].float() / math.sqrt(queries.shape[2])
+            out[i, head] = scores.softmax(-1) @ values[visible, head // group].float()
+    return out
+
+
+class Filled:
+    """A cache with sequences of random keys and values, written through its own interface in layer 1."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        lengths: list[int],
+        dtype: torch.dtype,
+        seed: int = 0,
+        num_blocks: int = 64,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.cache = KVCache(config, num_blocks, block_size, dtype, CPU)
+        self.generator, self.config, self.dtype = generator, config, dtype
+        free = list(range(num_blocks))
+        random.Random(seed).shuffle(free)
+        self.tables, self.keys, self.values = [], [], []
+        for length in lengths:
+            table = [free.pop() for _ in range(-(-length // block_size))]
+            shape = (length, config.num_kv_heads, config.head_dim)
+            keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+            slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(length)])
+            self.cache.write(1, self.cache.token_index(slots), keys, values)
+            self.tables.append(table)
+            self.keys.append(keys)
+            self.values.append(values)
+
+    def queries(self, count: int) -> torch.Tensor:
+        shape = (count, self.config.num_heads, self.config.head_dim)
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def backend(self, name: str, granularity: int | None = None) -> AttentionBackend:
+        if name == "torch":
+            return GatherSdpa(self.config, self.cache, granularity)
+        angles = torch.arange(self.config.context_len).unsqueeze(1) / (1 + torch.arange(self.config.head_dim // 2))
+        self.cos = angles.cos().repeat(1, 2)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], dim=1)
+        return PagedNative(self.config, self.cache, native_kernels(), self.cos, self.sin)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 96, 128, 256])
+def test_decode_equals_the_loops(group: int, head_dim: int, name: str) -> None:
+    lengths = [1, 15, 16, 17, 100]
+    filled = Filled(config_of(2, group, head_dim), lengths, torch.float32)
+    backend = filled.backend(name)
+    spans = [Span(n - 1, 1, table) for n, table in zip(lengths, filled.tables, strict=True)]
+    queries = filled.queries(len(lengths))
+    out = backend.attend(1, queries, backend.plan(spans, []))
+    for i, length in enumerate(lengths):
+        expected = reference(queries[i : i + 1], filled.keys[i], filled.values[i], length - 1)
+        assert torch.allclose(out[i : i + 1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("count", [1, 2, 31, 33])
+@pytest.mark.parametrize("context", [1, 15, 16, 17])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 80), (8, 128), (3, 96)])
+def test_prompt_chunks_equal_the_loops(count: int, context: int, group: int, head_dim: int, name: str) -> None:
+    """Chunks of `count` tokens after `context - 1` earlier ones, two sequences in one step."""
+    length = context - 1 + count
+    filled = Filled(config_of(2, group, head_dim), [length, length + 40], torch.float32)
+    backend = filled.backend(name)
+    spans = [Span(context - 1, count, filled.tables[0]), Span(context + 39, count, filled.tables[1])]
+    queries = filled.queries(2 * count)
+    out = backend.attend(1, queries, backend.plan([], spans))
+    for i, span in enumerate(spans):
+        rows = slice(i * count, (i + 1) * count)
+        expected = reference(queries[rows], filled.keys[i], filled.values[i], span.start)
+        assert torch.allclose(out[rows], expected, atol=1e-5)
+
+
+@pytest.mark.case("K78")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "granularity"), [("torch", None), ("torch", 0), ("native", None)])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_a_row_has_the_same_bits_alone_and_in_a_mixed_step(
+    dtype: torch.dtype, name: str, granularity: int | None, group: int
+) -> None:
+    lengths = [1, 40, 250, 17, 200, 90]
+    filled = Filled(config_of(2, group, 64), lengths, dtype)
+    backend = filled.backend(name, granularity)
+    decode = [Span(n - 1, 1, t) for n, t in zip(lengths[:4], filled.tables[:4], strict=True)]
+    prefill = [Span(30, lengths[4] - 30, filled.tables[4]), Span(0, lengths[5], filled.tables[5])]
+    queries = filled.queries(4 + lengths[4] - 30 + lengths[5])
+    mixed = backend.attend(1, queries, backend.plan(decode, prefill))
+    for i, span in enumerate(decode):
+        alone = backend.attend(1, queries[i : i + 1], backend.plan([span], []))
+        assert torch.equal(mixed[i : i + 1], alone)
+    first = 4
+    for span in prefill:
+        for offset in range(0, span.count, 23):
+            part = Span(span.start + offset, min(23, span.count - offset), span.block_table)
+            rows = slice(first + offset, first + offset + part.count)
+            assert torch.equal(mixed[rows], backend.attend(1, queries[rows], backend.plan([], [part])))
+        first += span.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("context", "block_size"), [(4097, 16), (700, 5), (513, 256)])
+def test_long_contexts_and_other_block_sizes(dtype: torch.dtype, context: int, block_size: int) -> None:
+    config = config_of(2, 3, 64, context=4200)
+    filled = Filled(config, [context], dtype, num_blocks=4200 // block_size + 1, block_size=block_size)
+    backend = filled.backend("native")
+    queries = filled.queries(34)
+    spans = [Span(context - 1, 1, filled.tables[0]), Span(context - 33, 33, filled.tables[0])]
+    out = backend.attend(1, queries, backend.plan(spans[:1], spans[1:]))
+    for rows, span in ((slice(0, 1), spans[0]), (slice(1, 34), spans[1])):
+        expected = reference(queries[rows], filled.keys[0], filled.values[0], span.start)
+        assert torch.allclose(out[rows].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.case("K78")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 64), (8, 20)])
+def test_native_bits_depend_on_the_position_alone(dtype: torch.dtype, group: int, head_dim: int) -> None:
+    """A chunk, a generated token and two threads: one result, so recomputing a prompt changes nothing either."""
+    filled = Filled(config_of(2, group, head_dim), [200], dtype)
+    backend = filled.backend("native")
+    queries = filled.queries(200)
+    table = filled.tables[0]
+    whole = backend.attend(1, queries, backend.plan([], [Span(0, 200, table)]))
+    singly = backend.attend(1, queries, backend.plan([Span(i, 1, table) for i in range(200)], []))
+    assert torch.equal(whole, singly)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(whole, backend.attend(1, queries, backend.plan([], [Span(0, 200, table)])))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_after_the_end_are_never_read(dtype: torch.dtype) -> None:
+    filled = Filled(config_of(2, 3, 64), [21, 70], dtype)
+    backend = filled.backend("native")
+    queries = filled.queries(31)
+    plan = backend.plan([Span(20, 1, filled.tables[0])], [Span(40, 30, filled.tables[1])])
+    expected = backend.attend(1, queries, plan)
+    kept = filled.cache.pool.clone()
+    filled.cache.pool.fill_(math.nan)
+    for table, length in zip(filled.tables, (21, 70), strict=True):
+        for position in range(length):
+            at = (table[position // BLOCK_SIZE], 1, slice(None), position % BLOCK_SIZE)
+            filled.cache.pool[at] = kept[at]
+    assert torch.equal(backend.attend(1, queries, plan), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [20, 64, 96])
+def test_fused_rotation_and_write_equal_the_plain_ones(dtype: torch.dtype, head_dim: int) -> None:
+    filled = Filled(config_of(2, 3, head_dim), [40, 9], dtype)
+    backend = filled.backend("native")
+    assert isinstance(backend, PagedNative)
+    spans = [Span(8, 1, filled.tables[1]), Span(5, 30, filled.tables[0])]
+    qkv = torch.randn((31, 10, head_dim), generator=filled.generator).to(dtype)
+    positions = torch.tensor([8, *range(5, 35)])
+    rotated = rotate(qkv[:, :8], filled.cos[positions].unsqueeze(1), filled.sin[positions].unsqueeze(1))
+    plain = filled.cache.pool.clone()
+    slots = [
+        span.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for span in spans
+        for p in range(span.start, span.end)
+    ]
+    filled.cache.write(1, filled.cache.token_index(torch.tensor(slots)), rotated[:, 6:], qkv[:, 8:])
+    written = filled.cache.pool.clone()
+    expected = backend.attend(1, rotated[:, :6].contiguous(), backend.plan(spans[:1], spans[1:]))
+    filled.cache.pool.copy_(plain)
+    got = backend.attend_fused(1, qkv.flatten(1), backend.plan(spans[:1], spans[1:]))
+    assert torch.equal(filled.cache.pool, written)
+    assert torch.equal(got, expected.flatten(1))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_row_is_not_finite_and_harms_no_other(poison: float) -> None:
+    filled = Filled(config_of(2, 3, 64), [70, 70], torch.bfloat16)
+    backend = filled.backend("native")
+    queries = filled.queries(2)
+    plan = backend.plan([Span(69, 1, table) for table in filled.tables], [])
+    expected = backend.attend(1, queries, plan)
+    queries[1] = poison
+    got = backend.attend(1, queries, plan)
+    assert torch.equal(got[0], expected[0])
+    assert not torch.isfinite(got[1]).any()
+
+
+def test_one_long_row_does_not_stretch_the_others() -> None:
+    assert length_groups([]) == []
+    assert length_groups([64, 64, 64]) == [[0, 1, 2]]
+    assert length_groups([64, 2048, 128]) == [[1], [0, 2]]
+    assert length_groups([64, 128]) == [[0, 1]]  # a second call would cost more than the padding
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_length_groups_cost_the_least(seed: int) -> None:
+    """Against every way to cut the sorted rows."""
+    rng = random.Random(seed)
+    lengths = [64 * rng.randint(1, 12) for _ in range(rng.randint(1, 8))]
+    groups = length_groups(lengths)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+
+    def cost(parts: list[list[int]]) -> int:
+        return sum(CALL_TOKENS + len(part) * max(part) for part in parts if part)
+
+    ordered = sorted(lengths)
+    cuts = [[i for i in range(1, len(lengths)) if mask >> i & 1] for mask in range(0, 2 ** len(lengths), 2)]
+    every = ([ordered[a:b] for a, b in pairwise([0, *cut, len(lengths)])] for cut in cuts)
+    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, every))
+
+
+def test_the_padding_probe_finds_something_or_says_none() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert padding_granularity(config_of(3, 3, 64), dtype, CPU) in (0, 16, 32, 64, 128, 256, 512)
+
+
+def test_layers_and_blocks_do_not_overlap() -> None:
+    config = config_of(2, 1, 16)
+    cache = KVCache(config, 3, 4, torch.float32, CPU)
+    for layer in range(2):
+        for slot in range(12):
+            value = float(1000 * layer + slot)
+            ones = torch.ones((1, 2, 16))
+            cache.write(layer, cache.token_index(torch.tensor([slot])), ones * value, -ones * value)
+    for layer in range(2):
+        keys, values = cache.gather(layer, cache.block_index(torch.tensor([2, 0, 1])))
+        expected = [1000.0 * layer + slot for slot in (8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7)]
+        assert keys[:, 0, 0].tolist() == expected
+        assert values[:, 1, 15].tolist() == [-value for value in expected]
+    assert cache.pool[0].is_contiguous()
+    assert not cache.pool[cache.null_block].any()
+
+
+@pytest.mark.case("K77")
+def test_a_pool_larger_than_the_memory_is_refused_with_numbers() -> None:
+    with pytest.raises(KVAllocationError, match=r"needs \d+ MiB.*lower --kv-memory"):
+        KVCache(config_of(8, 1, 128), 2**36, 16, torch.float32, CPU)

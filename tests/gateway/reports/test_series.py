@@ -1,0 +1,129 @@
+"""Time series as pictures show them: whole samples in round bins, the report's own rule for shares, honest axes."""
+
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from gateway.reports.format import mark, part_of, seconds, size, span
+from gateway.reports.series import BINS_MAX, OTHERS, bin_series, step_of, time_ticks
+from tests.support.gateway.fairness_document import EMPTY_SERIES, make_series
+
+TEAMS = ["a", "b", "c"]
+WEIGHTS = {"a": 4, "b": 2, "c": 1}
+
+
+def brute_share(series: dict[str, Any], team: str, places: list[int]) -> float | None:
+    """Served over everybody's served, in the samples in which the team was backlogged."""
+    counted = [i for i in places if series["backlogged"][team][i]]
+    whole = sum(series["served"][one][i] for one in series["served"] for i in counted)
+    return sum(series["served"][team][i] for i in counted) / whole if counted else None
+
+
+@pytest.mark.parametrize("length", [1, 90, 96, 97, 500, 3600])
+def test_a_bin_has_the_reports_share_of_its_samples(length: int) -> None:
+    series = make_series(TEAMS, length)
+    binned = bin_series(series, TEAMS, WEIGHTS)
+    assert binned.count <= BINS_MAX + 1
+    assert binned.width == step_of(length / BINS_MAX)
+    first = series["at"][0] - 1
+    for team in TEAMS:
+        for place, share in enumerate(binned.share[team]):
+            left = binned.start + place * binned.width
+            inside = [i for i, at in enumerate(series["at"]) if left < at <= left + binned.width]
+            assert share == pytest.approx(brute_share(series, team, inside)), (team, place)
+    assert binned.start <= first < binned.start + binned.width
+
+
+def test_a_team_that_was_not_backlogged_has_no_share_and_no_lag() -> None:
+    series = make_series(TEAMS, 60)
+    binned = bin_series(series, TEAMS, WEIGHTS)
+    for i, backlogged in enumerate(series["backlogged"]["a"]):
+        assert (binned.share["a"][i] is None) == (binned.lag["a"][i] is None) == (not backlogged)
+
+
+def test_a_bin_is_never_shorter_than_a_sample() -> None:
+    series = make_series(["a"], 50)
+    series["at"] = [series["at"][0] + 3600 * i for i in range(50)]
+    series["interval_seconds"] = [3600.0] * 50
+    binned = bin_series(series, ["a"], {"a": 1})
+    assert (binned.width, binned.count) == (3600, 50)
+
+
+def test_small_teams_are_drawn_together_and_nothing_is_lost() -> None:
+    series = make_series(TEAMS, 40)
+    binned = bin_series(series, ["a"], WEIGHTS)
+    assert list(binned.share) == ["a", OTHERS]
+    served, backlogged = series["served"], series["backlogged"]
+    together = {
+        "served": {"a": served["a"], "bc": [b + c for b, c in zip(served["b"], served["c"], strict=True)]},
+        "backlogged": {"bc": [max(pair) for pair in zip(backlogged["b"], backlogged["c"], strict=True)]},
+    }
+    assert binned.share[OTHERS] == [pytest.approx(brute_share(together, "bc", [i])) for i in range(40)]
+
+
+def test_evenness_is_one_when_all_are_equally_satisfied() -> None:
+    series = make_series(TEAMS, 30)
+    series["served"] = {team: [value * 0.7 for value in series["entitled"][team]] for team in TEAMS}
+    binned = bin_series(series, TEAMS, WEIGHTS)
+    known = [value for value in binned.jain if value is not None]
+    assert known and known == [pytest.approx(1.0)] * len(known)
+    series["served"]["a"] = [0.0] * 30
+    worse = bin_series(series, TEAMS, WEIGHTS)
+    assert 0.0 in worse.satisfaction_least
+    assert min(value for value in worse.jain if value is not None) < 0.9
+
+
+def test_nothing_is_an_empty_picture() -> None:
+    binned = bin_series(EMPTY_SERIES, [], {})
+    assert (binned.count, time_ticks(binned)) == (0, [])
+
+
+def test_clock_times_are_those_of_the_zone_also_where_it_is_off_by_a_half() -> None:
+    binned = bin_series(make_series(["a"], 7200), ["a"], {"a": 1})
+    assert [label for _, label in time_ticks(binned)] == ["20:00", "20:30", "21:00", "21:30", "22:00"]
+    shifted = [label for _, label in time_ticks(binned, ZoneInfo("Asia/Kolkata"))]
+    assert shifted == ["01:30", "02:00", "02:30", "03:00", "03:30"]
+    assert [label for _, label in time_ticks(binned, elapsed=True)][:2] == ["0 s", "1800 s"]
+    assert all(0 <= place <= 1 for place, _ in time_ticks(binned))
+
+
+@pytest.mark.parametrize(
+    ("measured", "bound", "text"),
+    [
+        (1.0, 1.0, "✓ ok"),
+        (1.001, 1.0, "✗ violated"),
+        (1.0, None, "– no bound"),
+        (1.0, 0.0, "– no bound"),
+        (None, 1.0, "– nothing measured"),
+    ],
+)
+def test_a_promise_is_kept_up_to_its_bound(measured: float | None, bound: float | None, text: str) -> None:
+    assert mark(measured, bound).text == text
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (seconds(0.0123), "12.3 ms"),
+        (seconds(1.5), "1.50 s"),
+        (seconds(75.04), "75.0 s"),
+        (seconds(600), "10.0 min"),
+        (seconds(9000), "2.5 h"),
+        (seconds(216_000), "2.5 days"),
+        (seconds(None), "–"),
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1536), "1.5 KiB"),
+        (size(5 * 1024**4), "5.0 TiB"),
+        (size(5 * 1024**5), "5,120.0 TiB"),
+        (span(1), "1 s"),
+        (span(900), "15 min"),
+        (span(21600), "6 h"),
+        (span(172800), "2 day"),
+        (part_of(1, 4), "25.0 %"),
+        (part_of(1, None), "–"),
+    ],
+)
+def test_amounts_have_their_unit(shown: str, text: str) -> None:
+    assert shown == text

@@ -1,6 +1,7 @@
 """The real engine process, but for rows that raise.
 
-It is started as `python -m tests.support.engine.poisoned_engine`, in the place of `engine.process.loop`. A prompt with the ids 500, 499 side by side raises in the model, the seed POISON_SEED in the sampler.
+It is started as `python -m tests.support.engine.poisoned_engine`, in the place of `engine.process.loop`. A
+prompt with the ids 500, 499 side by side raises in the model, the seed POISON_SEED in the sampler.
 """
 
 import sys

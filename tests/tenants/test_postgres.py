@@ -1,7 +1,7 @@
 """The store on a real PostgreSQL: the same schema, the same rows, the same reports as on SQLite."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,10 @@ from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import LedgerRow, SampleRow
 from tests.support.tenants import histories
-from tests.support.tenants.postgres import PostgresServer, running_server
+from tests.support.tenants.postgres import PostgresServer
 from tests.support.tenants.stores import NOW_US, Store, closed_row, open_entry, upgrade_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -25,18 +25,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 NUM_SCHEDULES = 200
 
 
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path)
-    return path
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["torch", "native"])
-def native(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 @pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
 def runner(request: pytest.FixtureRequest, tiny_path: Path, native: bool) -> RecordingRunner:
     return make_runner(tiny_path, request.param, native=native)

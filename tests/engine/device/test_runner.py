@@ -29,11 +29,9 @@ from tests.support.engine.torch_schedules import Job, Progress, RecordingRunner,
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["torch", "native"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RecordingRunner:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path)
-    return make_runner(path, torch.float32, native=request.param)
+@pytest.fixture(scope="module")
+def runner(tiny_path: Path, native: bool) -> RecordingRunner:
+    return make_runner(tiny_path, torch.float32, native=native)
 
 
 def prompt_row(seq_id: int, prompt: Sequence[int], first_block: int) -> Row:

@@ -11,7 +11,7 @@ from engine.device.copy_engine import SyncCopy
 from engine.device.kv_canary import KVCanary
 from engine.memory.mover import Mover
 from engine.models.store import SMOLLM2, prepare
-from engine.models.tiny import VOCAB_SIZE, write_tiny_model
+from engine.models.tiny import VOCAB_SIZE
 from engine.plan import BlockCopy, StepPlan, StepResult
 from engine.wire.messages import SamplingParams
 from tests.support.engine.chaos_copy import ChaosCopy
@@ -30,18 +30,6 @@ from tests.support.engine.torch_schedules import (
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 64
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path)
-    return path
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["torch", "native"])
-def native(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

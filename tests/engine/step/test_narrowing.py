@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 
-from engine.models.tiny import write_tiny_model
 from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.wire.messages import Refused, SamplingParams
 from tests.engine.step.test_core import ends, watched
@@ -25,15 +24,8 @@ EXCEPTIONS = pytest.mark.parametrize("make", RAISED, ids=lambda make: type(make(
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def shared_runner(model_path: Path) -> RecordingRunner:
-    return make_runner(model_path, torch.float32, num_host_blocks=8, native=False)
+def shared_runner(tiny_path: Path) -> RecordingRunner:
+    return make_runner(tiny_path, torch.float32, num_host_blocks=8, native=False)
 
 
 @pytest.fixture
@@ -181,13 +173,13 @@ def test_a_failure_is_one_record_with_its_traceback(
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_requests_beside_a_poisoned_one_keep_their_tokens(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, native: bool
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, native: bool
 ) -> None:
     """Through core, scheduler and swapping: with poisoned requests in the mix the others are as without them."""
 
     def play(jobs: Sequence[Job], token: int) -> SwapEngine:
         runner = make_runner(
-            model_path, torch.float32, num_blocks=12, max_batch_tokens=128, num_host_blocks=24, native=native
+            tiny_path, torch.float32, num_blocks=12, max_batch_tokens=128, num_host_blocks=24, native=native
         )
         with monkeypatch.context() as patch:
             poison = Poison(patch, runner.model, lambda: IndexError("index 512 is out of bounds"))

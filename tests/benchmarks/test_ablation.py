@@ -19,7 +19,7 @@ LINES = [
 
 @pytest.mark.case("I12")
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
-def test_a_constrained_run_has_the_unconstrained_runs_ids_and_its_counts_add_up(
+def test_a_constrained_run_has_the_unconstrained_runs_ids(
     tmp_path_factory: pytest.TempPathFactory, sampling: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache_dir: Path = tmp_path_factory.getbasetemp() / "ablation"

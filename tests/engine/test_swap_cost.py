@@ -12,7 +12,7 @@ def test_the_break_even_of_a_llama_8b_on_an_a100() -> None:
     assert break_even_bandwidth(131072, 8.03e9, 140.4e12) == pytest.approx(2.29e9, rel=0.001)
 
 
-def test_at_the_break_even_the_way_out_and_back_takes_as_long_as_computing_again() -> None:
+def test_at_the_break_even_copying_takes_as_long_as_computing() -> None:
     profile = StepProfile(
         fixed_us=9.0, prefill_token_us=500.0, prefill_attention_us=0.0, decode_row_us=1.0, decode_context_us=1.0
     )

@@ -211,7 +211,7 @@ async def test_a_request_that_has_not_started_when_its_queue_time_ends(stream: b
         assert engine.find(submit.request_id) is None and not any(map(planned, read_steps(engine.log_path)))
 
 
-async def test_a_request_that_starts_in_the_last_microsecond_of_its_queue_time() -> None:
+async def test_when_the_last_microsecond_starts_it_it_is_served() -> None:
     async with overloaded() as (g, engine), patient_client(g, True) as task:
         await engine.next_submit()
         engine.clock.advance(TIER.max_queue_seconds * 1_000_000 - 1)

@@ -23,7 +23,7 @@ from gateway.settings.values import load
 from tests.support.gateway.harness import WAIT, FakeClock, clocked, eventually
 
 
-def test_what_the_engine_says_of_a_flag_names_where_the_value_came_from(tmp_path: Path) -> None:
+def test_what_the_engine_says_of_a_flag_names_its_source(tmp_path: Path) -> None:
     said = "--kv-memory of 10 bytes holds no block; raise it, not --host-kv-memory"
     assert named_by_source(said, load({}, {})) == said
     assert named_by_source(said, load({"kv_memory": "10"}, {"TERAZI_KV_MEMORY": "20"})) == said
@@ -233,7 +233,7 @@ def test_the_supervisor_pauses_longer_after_each_death(tmp_path: Path, monkeypat
     assert lives.num_restarts == 8
 
 
-def test_two_gateways_on_one_engine_take_it_from_each_other_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_gateways_take_an_engine_from_each_other_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     lives = [1.0, 2.0, 61.0, 3.0]  # seconds of each connection
     pauses: list[float] = []
     clock = [0.0]

@@ -123,7 +123,7 @@ def test_with_one_level_coasting_changes_nothing() -> None:
 
 
 @pytest.mark.case("I5")
-def test_a_flood_of_like_jobs_that_coasts_leaves_the_others_their_share() -> None:
+def test_when_a_flood_coasts_the_others_keep_their_share() -> None:
     driver = Driver(config(theta=4, coast=True), {A: 1, B: 1})
 
     def again(job: Job) -> None:
@@ -155,7 +155,7 @@ def test_eight_completions_are_needed() -> None:
     assert works([8] * 8).is_coasting
 
 
-def test_ten_times_longer_requests_in_the_mix_keep_a_team_from_coasting() -> None:
+def test_with_ten_times_longer_ones_a_team_does_not_coast() -> None:
     """Four short ones to a long one of ten times the size: CV^2 = 1.65."""
     driver = Driver(config((8, 16, 32, 64), coast=True), {A: 1})
     run_alone(driver, [3, 3, 3, 3, 30] * 12)

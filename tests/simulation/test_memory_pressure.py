@@ -69,7 +69,7 @@ def test_every_block_has_one_owner_and_every_sequence_one_status(seeds: range) -
 
 @pytest.mark.case("I2", "I12")
 @pytest.mark.parametrize("seeds", SWEEPS)
-def test_rows_read_what_was_written_and_tokens_are_those_of_a_run_with_room(seeds: range) -> None:
+def test_when_memory_is_short_tokens_are_those_with_room(seeds: range) -> None:
     check(seeds, "I2", "I12")
 
 
@@ -87,7 +87,7 @@ def test_what_fits_is_not_left_out_while_there_is_a_slot(seeds: range) -> None:
 
 @pytest.mark.case("I13")
 @pytest.mark.parametrize("seeds", SWEEPS)
-def test_the_link_is_used_within_its_budget_and_nobody_is_moved_out_at_once(seeds: range) -> None:
+def test_the_link_stays_within_its_budget(seeds: range) -> None:
     check(seeds, "I13")
 
 

@@ -116,7 +116,7 @@ def test_a_long_request_does_not_pin_old_segments(tmp_path: Path) -> None:
     one.close()
 
 
-def test_a_segment_stays_until_its_rows_are_committed_and_its_opens_are_on_disk(tmp_path: Path) -> None:
+def test_a_segment_stays_until_its_rows_are_committed(tmp_path: Path) -> None:
     one = journal(tmp_path, segment_bytes=3_000)
     entries = [open_entry(f"r{i}") for i in range(10)]
     for entry in entries:

@@ -142,9 +142,7 @@ async def test_all_queries_of_a_session_see_the_same_state(database: Database, s
             assert len(await teams.list_teams(reading)) == 1
 
 
-async def test_the_ledger_books_each_request_once_and_sets_aside_what_it_can_never_take(
-    database: Database, tmp_path: Path
-) -> None:
+async def test_the_ledger_books_once_and_sets_aside_the_impossible(database: Database, tmp_path: Path) -> None:
     ledger = Ledger(database, tmp_path / "journal", now_us=lambda: NOW_US)
     await ledger.start()
     for name, changes in (("a", {}), ("poison", {"cached_tokens": 11}), ("b", {"output_tokens": 9})):

@@ -64,9 +64,7 @@ def approx(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whole_hours_read_the_same_from_seconds_from_sums_and_when_the_seconds_are_gone(
-    store: Store, seed: int
-) -> None:
+async def test_whole_hours_read_the_same_from_seconds_and_from_sums(store: Store, seed: int) -> None:
     await sampled(store, seed, hours=6)
     periods = [(START_US + a * HOUR_US, START_US + b * HOUR_US) for a, b in ((0, 6), (1, 2), (2, 5), (0, 1), (5, 6))]
     from_seconds = [await fairness(store, *period) for period in periods]
@@ -82,7 +80,7 @@ async def test_whole_hours_read_the_same_from_seconds_from_sums_and_when_the_sec
     assert [await fairness(store, *period) for period in periods] == approx(from_seconds)
 
 
-async def test_a_period_that_cuts_hours_is_exact_while_their_seconds_are_kept(store: Store) -> None:
+async def test_when_seconds_are_kept_a_period_may_cut_hours(store: Store) -> None:
     await sampled(store, 7, hours=5)
     rng = random.Random(7)
     periods = []
@@ -95,7 +93,7 @@ async def test_a_period_that_cuts_hours_is_exact_while_their_seconds_are_kept(st
     assert [await fairness(store, *period) for period in periods] == approx(before)
 
 
-async def test_without_its_seconds_an_hour_counts_where_it_starts_and_nowhere_else(store: Store) -> None:
+async def test_without_its_seconds_an_hour_counts_where_it_starts(store: Store) -> None:
     await sampled(store, 8, hours=4)
     now_us = START_US + 5 * HOUR_US
     whole = await fairness(store, START_US, START_US + 4 * HOUR_US)
@@ -198,7 +196,7 @@ async def test_under_steady_writes_the_file_stops_growing(store: Store) -> None:
     assert len(await moments(store, tables.service_hours)) == 24
 
 
-async def test_each_piece_of_work_is_small_and_the_hour_it_is_in_is_left_alone(
+async def test_each_piece_of_work_is_small_and_spares_the_present_hour(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "DELETED_ROWS_MAX", 10)
@@ -305,7 +303,7 @@ async def test_a_clock_that_steps_back_loses_nothing(store: Store) -> None:
 
 
 @pytest.mark.case("B12")
-async def test_samples_of_hours_whose_seconds_are_gone_are_counted_as_dropped(store: Store) -> None:
+async def test_when_an_hours_seconds_are_gone_its_samples_are_dropped(store: Store) -> None:
     team_id = await store.team("search")
     for at_us in (START_US + 5, START_US + 50 * HOUR_US):
         await histories.book_samples(store, one_sample(at_us, team_id, 100))

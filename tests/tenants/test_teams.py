@@ -138,7 +138,7 @@ async def test_a_tiers_numbers_stay_within_their_bounds_in_code_and_in_sql(store
             await connection.execute(update(tables.tiers).values({field: low - 1}))
 
 
-async def test_every_write_leaves_one_line_in_the_trail_and_raises_the_generation(store: Store) -> None:
+async def test_every_write_leaves_one_line_and_raises_the_generation(store: Store) -> None:
     await store.team("ml", concurrent=3)
     public_id, _ = await store.key("ml")
     before = (await store.holder.reload()).generation

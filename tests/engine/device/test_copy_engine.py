@@ -77,7 +77,7 @@ def test_blocks_go_out_and_come_back_elsewhere_with_every_bit(pools: Pools, name
         assert same_bits(device_pool[untouched], before[untouched])
 
 
-def test_the_synchronous_engine_is_done_with_its_copies_at_once_and_out_goes_before_in(pools: Pools) -> None:
+def test_the_synchronous_engine_copies_at_once_and_out_first(pools: Pools) -> None:
     device_pool, host_pool = pools
     before = device_pool.clone()
     engine = SyncCopy(device_pool, host_pool)
@@ -87,7 +87,7 @@ def test_the_synchronous_engine_is_done_with_its_copies_at_once_and_out_goes_bef
     assert same_bits(device_pool[5], before[0])
 
 
-def test_the_chaos_engine_copies_late_poisons_what_is_not_there_and_says_so_only_then(pools: Pools) -> None:
+def test_the_chaos_engine_copies_late_and_poisons_what_is_absent(pools: Pools) -> None:
     """The control of every test that uses it: an early reader, or an early new owner, meets NaN."""
     device_pool, host_pool = pools
     before = device_pool.clone()
@@ -149,7 +149,7 @@ def test_neighbours_on_both_sides_go_as_one() -> None:
         assert sorted(spread) == sorted(pairs)
 
 
-def test_the_canary_sees_any_single_changed_byte_and_two_words_that_changed_places(pools: Pools) -> None:
+def test_the_canary_sees_changed_bytes_and_swapped_words(pools: Pools) -> None:
     device_pool, host_pool = pools
     engine, canary = SyncCopy(device_pool, host_pool), KVCanary(device_pool)
     out = (BlockCopy(0, 7, ((0, 4), (1, 9))),)

@@ -166,5 +166,5 @@ def test_greedy_text_of_the_real_model_equals_transformers(native: bool) -> None
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_greedy_text_of_the_real_model_equals_transformers_on_twenty_prompts() -> None:
+def test_on_twenty_prompts_greedy_text_equals_transformers() -> None:
     check_greedy(PROMPTS, 64, native=True)

@@ -84,9 +84,7 @@ def needs_linear() -> Kernels:
 @pytest.mark.case("K78")
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("in_features", "out_features"), [(2, 1), (34, 63), (576, 64), (160, 200)])
-def test_a_linear_equals_torch_and_its_rows_do_not_depend_on_each_other(
-    in_features: int, out_features: int, has_bias: bool
-) -> None:
+def test_a_linear_equals_torch_and_its_rows_stand_alone(in_features: int, out_features: int, has_bias: bool) -> None:
     kernels = needs_linear()
     generator = torch.Generator().manual_seed(in_features)
     gate, up, bias = (

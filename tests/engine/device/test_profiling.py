@@ -57,7 +57,7 @@ class ClockedRunner:
 
 
 @pytest.mark.parametrize("quiet", [1, 3])
-def test_a_measurement_recovers_the_profile_also_when_most_steps_are_disturbed(tmp_path: Path, quiet: int) -> None:
+def test_when_most_steps_are_disturbed_the_profile_is_recovered(tmp_path: Path, quiet: int) -> None:
     """A neighbour only ever adds time: with two of three steps disturbed a median would be wrong."""
     runner: Any = ClockedRunner(TRUE, quiet=quiet)
     assert astuple(load_or_measure(runner, KEY, tmp_path, 64)) == pytest.approx(astuple(TRUE), rel=1e-3)

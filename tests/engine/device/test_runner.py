@@ -146,7 +146,7 @@ def step(runner: RecordingRunner, progress: Progress) -> None:
     progress.computed += len(row.token_ids)
 
 
-def test_a_result_names_the_copies_that_are_over_and_the_time_they_took(swapper: RecordingRunner) -> None:
+def test_a_result_names_the_copies_that_are_over_and_their_time(swapper: RecordingRunner) -> None:
     row = prompt_row(1, range(10, 40), 0)
     assert (swapper.execute(StepPlan(1, (row,))).copies_done, swapper.execute(StepPlan(1, (row,))).copy_us) == ([], 0)
     result = swapper.execute(StepPlan(2, (row,), (BlockCopy(5, 2, ((9, 0),)),), (BlockCopy(6, 3, ((4, 11),)),)))
@@ -376,7 +376,7 @@ class CountedCopies:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(64, 64), (1, 1), (64, 3), (5, 64)])
-def test_a_blocks_copy_is_timed_without_first_visits_and_busy_neighbours(
+def test_a_blocks_copy_is_timed_without_first_visits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_host_blocks: int
 ) -> None:
     write_tiny_model(tmp_path)

@@ -22,7 +22,7 @@ def test_a_replay_costs_its_victim_nothing_and_its_causer_all_of_it() -> None:
     assert late.bill.overhead_us >= counts.billed_us and bench.scheduler.memory.bills.carried_us == {}
 
 
-def test_copy_time_is_billed_by_blocks_to_who_made_room_and_on_the_way_back_too() -> None:
+def test_copy_time_is_billed_by_blocks_to_who_made_room() -> None:
     bench = Bench(blocks=6, host=6, max_batch_size=2)
     first, second = bench.add(8, 12), bench.add(8, 12, team_id=1)
     plan = bench.plan()

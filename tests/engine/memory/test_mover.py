@@ -15,7 +15,7 @@ from tests.support.engine.swap_bench import STEP_US, Bench, copied, dropped_pair
 
 @pytest.mark.case("K05", "I15")
 @pytest.mark.parametrize("is_out", [True, False])
-def test_ended_in_flight_its_blocks_are_given_to_nobody_until_the_copy_is_over(is_out: bool) -> None:
+def test_when_one_ends_in_flight_its_blocks_wait_for_the_copy(is_out: bool) -> None:
     bench, first, second = swapped_pair()
     if is_out:
         bench = Bench(blocks=6, host=6, max_batch_size=2)
@@ -89,7 +89,7 @@ def test_when_a_copy_fails_the_policy_knows_it_is_not_away(is_out: bool) -> None
 
 
 @pytest.mark.case("K09")
-def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() -> None:
+def test_a_replay_whose_copy_is_given_up_begins_again() -> None:
     bench, _first, second = dropped_pair()
     at = second.memory.replay_to
     while second.num_computed != 8:
@@ -107,7 +107,7 @@ def test_a_replay_whose_copy_is_given_up_begins_again_and_ends_where_it_was() ->
 
 @pytest.mark.case("K09")
 @pytest.mark.parametrize("is_out", [True, False])
-def test_a_copy_nobody_hears_of_again_ends_its_sequence_and_holds_up_nobody(is_out: bool) -> None:
+def test_when_a_copy_is_never_heard_of_only_its_sequence_ends(is_out: bool) -> None:
     bench, first, second = swapped_pair()
     if is_out:
         bench = Bench(blocks=6, host=6, max_batch_size=2)

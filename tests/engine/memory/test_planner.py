@@ -88,7 +88,7 @@ def test_victims_go_by_the_largest_turn_and_uploads_by_the_smallest() -> None:
     assert kinds(back) == [("in", b), ("in", d), ("in", c)]
 
 
-def test_an_upload_starts_when_its_turn_is_one_copy_and_two_steps_away() -> None:
+def test_an_upload_starts_one_copy_and_two_steps_before_its_turn() -> None:
     one = planner(block_us=MS)
     for at_ms, comes in ((9, True), (10, False)):
         moves = one.plan(pools(10), [], [Away(1, 0, 5, 5)], [], turns(1, ms=(at_ms,)), step_us=2 * MS)
@@ -129,7 +129,7 @@ def test_growth_is_exempt_from_g1_but_moves_out_only_who_ranks_behind() -> None:
     assert kinds(one.plan(pools(), residents, [], [grow(3)], soon, step_us=MS)) == [], "nobody is behind the last"
 
 
-def test_two_that_cannot_grow_the_later_makes_room_for_the_earlier_and_is_not_served_itself() -> None:
+def test_of_two_that_cannot_grow_the_later_makes_room() -> None:
     moves = planner().plan(
         pools(), [resident(1, 4), resident(2, 4), LEADER], [], [grow(1), grow(2)], turns(1, 99, 2), step_us=MS
     )
@@ -137,7 +137,7 @@ def test_two_that_cannot_grow_the_later_makes_room_for_the_earlier_and_is_not_se
 
 
 @pytest.mark.case("I13")
-def test_g2_and_g6_an_uploaded_one_in_its_first_steps_and_the_leader_stay() -> None:
+def test_g2_and_g6_a_newly_uploaded_one_and_the_leader_stay() -> None:
     residents = [resident(1, 4, attained_us=5), resident(2, 4, is_protected=True), resident(3, 4, attained_us=6)]
     assert planner().plan(pools(), residents[1:], [], [start(9, 4)], turns(9, 3, 2), step_us=MS) == []
     moves = planner().plan(pools(), residents, [], [start(9, 4)], turns(9, 1, 3, 2), step_us=MS)
@@ -182,7 +182,7 @@ def test_g3_uploads_use_the_link_before_moves_out_ahead_of_time() -> None:
     assert kinds(moves) == [("in", 2)]
 
 
-def test_g4_and_g7_the_reserve_is_refilled_and_twice_it_is_left_by_what_comes_back_early() -> None:
+def test_g4_and_g7_the_reserve_is_refilled_and_twice_it_is_left() -> None:
     residents = [resident(1, 4), LEADER]
     order = turns(2, 99, 1, ms=(0, 0, 1000))
     assert kinds(planner().plan(pools(1, reserve=3), residents, [], [], order, step_us=MS)) == [("out", 1)]
@@ -203,7 +203,7 @@ def test_the_reserve_is_paid_by_the_team_that_took_most_blocks() -> None:
     assert move == Move("out", 1, 7, -1)
 
 
-def test_g5_early_moves_out_double_gamma_and_m_and_quiet_times_bring_them_back_slowly() -> None:
+def test_g5_early_moves_out_double_gamma_and_m_for_a_while() -> None:
     one = planner(gamma=2, m=8)
 
     def uploads(early: int) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def test_what_is_promised_to_half_prompts_is_not_given_to_others() -> None:
     assert planner().plan(pools(1, promised=5), [LEADER], [], [grow(1)], turns(1, 99), step_us=MS) == []
 
 
-def test_clean_host_copies_make_room_on_the_host_the_soonest_turn_first() -> None:
+def test_clean_host_copies_make_room_the_soonest_turn_first() -> None:
     residents = [
         resident(1, 3, num_host=2, num_dirty=1),
         resident(2, 3, num_host=2, num_dirty=1),
@@ -279,7 +279,7 @@ def test_nobody_is_dropped_while_a_victim_fits_the_host() -> None:
     assert kinds(moves) == [("out", 1)]
 
 
-def test_with_a_full_host_the_least_computed_of_the_most_over_served_team_is_dropped() -> None:
+def test_when_the_host_is_full_the_least_computed_is_dropped() -> None:
     residents = [
         resident(1, 4, team=1, num_computed=10),
         resident(2, 4, team=2, num_computed=60),
@@ -304,7 +304,7 @@ def test_with_a_full_host_the_least_computed_of_the_most_over_served_team_is_dro
     assert plan(start(9, 2)) == [], "nobody is dropped for a newcomer"
 
 
-def test_a_sequence_on_the_host_is_dropped_where_it_is_its_teams_turn_and_its_room_is_used() -> None:
+def test_one_on_the_host_may_be_dropped_and_its_room_used() -> None:
     residents = [resident(1, 4, team=1, num_computed=50), LEADER]
     away = [Away(5, 2, 3, 4, num_computed=20), Away(6, 2, 4, 5, num_computed=30), Away(7, 1, 9, 9, num_computed=1)]
     moves = planner().plan(
@@ -337,7 +337,7 @@ def test_recompute_drops_instead_but_never_a_half_prefilled_one() -> None:
     assert one.plan(pools(host=0), residents[:1], [], [grow(9)], turns(9, 1), step_us=MS) == []
 
 
-def test_when_nothing_can_run_the_last_in_rank_goes_whatever_the_guards_say() -> None:
+def test_when_nothing_can_run_the_last_goes_despite_the_guards() -> None:
     one = planner(gamma=60, block_us=MS)
     residents = [resident(1, 4), resident(2, 4, is_protected=True, attained_us=9)]
     order = turns(1, 2, 3, ms=(0, 0, 0))

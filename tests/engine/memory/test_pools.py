@@ -19,7 +19,7 @@ def grown(memory: KVMemory, num_tokens: int) -> BlockTable:
     return table
 
 
-def test_out_and_back_gives_other_blocks_in_the_same_order_and_keeps_the_host_copy() -> None:
+def test_out_and_back_keeps_the_order_and_the_host_copy() -> None:
     memory = KVMemory(4, 6)
     table = grown(memory, 10)
     source = list(table.blocks)
@@ -90,7 +90,7 @@ def test_the_host_copy_is_pinned_while_it_is_read_back() -> None:
 
 @pytest.mark.case("K05", "K07")
 @pytest.mark.parametrize("is_out", [True, False])
-def test_blocks_of_an_ended_sequence_are_free_when_its_copy_is_over_and_not_before(is_out: bool) -> None:
+def test_an_ended_ones_blocks_are_free_when_its_copy_is_over(is_out: bool) -> None:
     memory = KVMemory(4, 4)
     table = grown(memory, 8)
     copy = memory.swap_out(0, table, 8)
@@ -148,7 +148,7 @@ def test_a_copy_that_is_given_up_leaves_no_block_behind(is_out: bool, is_ended: 
     memory.check([] if is_ended else [table])
 
 
-def test_a_memory_without_a_device_pool_is_refused_and_one_without_a_host_pool_is_not() -> None:
+def test_a_memory_needs_a_device_pool_but_no_host_pool() -> None:
     with pytest.raises(ValueError, match="at least one block, got 0"):
         KVMemory(0, 4)
     with pytest.raises(ValueError, match="at least one block, got -1"):
@@ -278,9 +278,7 @@ def test_time_of_a_copy_is_rounded_up() -> None:
     asks=st.lists(st.tuples(st.integers(0, 60_000), st.integers(1, 500)), min_size=1, max_size=60),
     percent=st.integers(1, 100),
 )
-def test_no_window_moves_more_than_its_part_of_the_link_the_burst_and_one_sequence(
-    asks: list[tuple[int, int]], percent: int
-) -> None:
+def test_a_window_moves_at_most_its_part_a_burst_and_a_sequence(asks: list[tuple[int, int]], percent: int) -> None:
     """Whoever is asked moves as soon as it may; every window over the moves is then recounted."""
     link = LinkBudget(100.0, percent)
     now_us = 0

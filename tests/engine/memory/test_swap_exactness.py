@@ -61,9 +61,7 @@ def differing(alone: dict[int, Progress], swapped: list[Swapping]) -> int:
 
 @pytest.mark.case("I12", "K03")
 @pytest.mark.parametrize("name", list(USE))
-def test_any_schedule_with_swapping_gives_the_tokens_and_logits_of_a_run_alone(
-    runner: RecordingRunner, name: str
-) -> None:
+def test_any_schedule_with_swapping_equals_a_run_alone(runner: RecordingRunner, name: str) -> None:
     """Swapped between chunks of the prompt, after the prompt, between any two tokens; several at once."""
     jobs = random_jobs(random.Random(11), 12, vocab=VOCAB_SIZE, max_prompt=80, max_output=10)
     alone = {id(job): run_alone(runner, job) for job in jobs}
@@ -101,9 +99,7 @@ def test_a_fence_that_is_ignored_changes_tokens(tiny_path: Path) -> None:
 @pytest.mark.case("K20", "K15")
 @pytest.mark.parametrize("name", list(USE))
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_a_swap_at_a_block_edge_after_each_chunk_and_each_token_changes_nothing(
-    runner: RecordingRunner, name: str, length: int
-) -> None:
+def test_a_swap_at_any_block_edge_changes_nothing(runner: RecordingRunner, name: str, length: int) -> None:
     rng = random.Random(length)
     job = Job(tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)), 6, GREEDY)
     baseline = run_alone(runner, job)
@@ -114,7 +110,7 @@ def test_a_swap_at_a_block_edge_after_each_chunk_and_each_token_changes_nothing(
 
 
 @pytest.mark.case("K01", "K04")
-def test_a_copy_out_carries_what_the_step_before_it_wrote_however_late_it_happens(runner: RecordingRunner) -> None:
+def test_a_late_copy_out_carries_what_the_step_before_wrote(runner: RecordingRunner) -> None:
     """The copy is planned right after the step that fills the block; other sequences go on writing meanwhile."""
     rng = random.Random(4)
     use_chaos(runner, rng, max_delay=6)
@@ -287,7 +283,7 @@ def test_what_cannot_be_swapped_is_computed_again_and_nothing_is_lost(
     assert (sum(f.num_swaps for f in ended) > 0) == (num_host_blocks > 0)
 
 
-def test_the_canary_finds_nothing_in_a_run_that_swaps_and_ends_the_request_whose_kv_was_changed(
+def test_the_canary_ends_only_the_request_whose_kv_was_changed(
     small: RecordingRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = make_jobs(16, seed=51)
@@ -329,7 +325,7 @@ def change_one_byte(
 
 @pytest.mark.real_model
 @pytest.mark.case("I12")
-def test_the_real_model_keeps_its_tokens_and_logits_under_random_swapping() -> None:
+def test_under_random_swapping_the_real_model_keeps_its_logits() -> None:
     """bfloat16, greedy and seeded, copies late."""
     stored = prepare(SMOLLM2)
     runner = make_runner(

@@ -49,7 +49,7 @@ def test_half_prefilled_prompts_fit_the_device_together() -> None:
 
 
 @pytest.mark.case("K01")
-def test_growth_takes_the_blocks_of_who_ranks_behind_and_its_newest_block_was_written_before() -> None:
+def test_growth_takes_the_blocks_of_who_ranks_behind_newest_block() -> None:
     bench = Bench(blocks=6, host=6, max_batch_size=2, memory_preemption="reactive")
     first, second = bench.add(8, 12), bench.add(8, 12)
     assert ran(bench.step()) == [0, 1]
@@ -146,7 +146,7 @@ def test_with_only_copies_in_flight_the_plan_is_to_wait() -> None:
     assert second.bill.device_us + first.bill.device_us + carried_us == bench.total_us
 
 
-def test_with_a_full_host_kv_is_dropped_and_computed_again_without_a_token() -> None:
+def test_when_the_host_is_full_kv_is_dropped_and_computed_again() -> None:
     bench, first, second = dropped_pair()
     at, output = second.memory.replay_to, list(second.output_token_ids)
     assert second.num_computed == 0 and at == 8 + len(output) - 1 and second.memory.num_recomputes == 1
@@ -192,7 +192,7 @@ def test_the_planner_is_shown_what_a_move_would_copy() -> None:
 
 
 @pytest.mark.case("K25")
-def test_two_half_prompts_on_the_host_come_back_with_room_for_the_whole_of_them() -> None:
+def test_two_half_prompts_come_back_with_room_for_the_whole() -> None:
     bench, grower, half = half_prompts(9, (16, 16))
     bench.until(half[0], Status.SWAPPED)
     assert half[1].status is Status.SWAPPED and half[0].is_half and half[1].is_half
@@ -210,7 +210,7 @@ def test_two_half_prompts_on_the_host_come_back_with_room_for_the_whole_of_them(
 
 
 @pytest.mark.case("O17")
-def test_two_large_ones_refused_for_long_do_not_deadlock_either_with_swapping() -> None:
+def test_with_swapping_two_large_refused_ones_do_not_deadlock() -> None:
     """Pool of 4 blocks; D needs 3, B needs 4; both are refused past 16 while small ones hold the pool."""
     for host in (1, 8):
         bench = Bench(blocks=4, host=host, max_batch_size=8)
@@ -228,7 +228,7 @@ def test_two_large_ones_refused_for_long_do_not_deadlock_either_with_swapping() 
         assert all(s.finish_reason == "length" for s in (*holders, *large)), host
 
 
-def test_a_swapped_one_refused_more_than_sixteen_times_holds_the_reservation() -> None:
+def test_a_swapped_one_refused_often_holds_the_reservation() -> None:
     bench, first, second = swapped_pair(max_batch_size=4, host=30)
     bench.policy.order = [first.seq_id]
     held: list[int] = []
@@ -312,7 +312,7 @@ def test_the_reserve_is_what_the_next_four_steps_take(to_edge: int) -> None:
     assert view.reserve(both[1:]) == (to_edge < 2), "no further than to its end"
 
 
-def test_the_core_runs_plans_without_rows_and_its_messages_say_where_kv_is() -> None:
+def test_the_core_runs_plans_without_rows_and_says_where_kv_is() -> None:
     engine = Engine(blocks=6, host_blocks=6, block_copy_us=100.0, block_size=4, max_batch_size=2)
     for name in ("a", "b"):
         engine.core.add(submit(name, prompt=8, output=12))

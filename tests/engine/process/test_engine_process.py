@@ -148,7 +148,7 @@ def test_sigterm_and_sigint_are_ignored(engine: Process) -> None:
 
 
 @pytest.mark.case("K40")
-def test_requests_of_a_lost_gateway_are_aborted_and_the_next_one_finds_an_empty_engine(engine: Process) -> None:
+def test_when_a_gateway_is_lost_the_next_finds_an_empty_engine(engine: Process) -> None:
     gateway = engine.connect()
     blocks = gateway.hello().num_device_blocks
     gateway.send(*(submit(f"r{i}", team_id=1, prompt=40, output=2000) for i in range(5)))
@@ -292,7 +292,7 @@ def test_the_engine_survives_garbage(engine: Process, garbage: bytes) -> None:
     assert ended(gateway.run(submit("b", team_id=1, output=2))) == {"b": "length"}
 
 
-def test_half_a_frame_and_then_silence_does_not_block_the_next_gateway(engine: Process) -> None:
+def test_when_half_a_frame_came_the_next_gateway_is_served(engine: Process) -> None:
     half = engine.connect()
     half.hello()
     half.socket.sendall(encode(submit("a", team_id=1))[:7])
@@ -301,7 +301,7 @@ def test_half_a_frame_and_then_silence_does_not_block_the_next_gateway(engine: P
     assert ended(gateway.run(submit("b", team_id=1, output=2))) == {"b": "length"}
 
 
-def test_without_a_parent_the_engine_outlives_closed_stdin_and_gateways(start: Callable[..., Process]) -> None:
+def test_without_a_parent_the_engine_outlives_its_gateways(start: Callable[..., Process]) -> None:
     process = start(parent_stdin=False)
     process.listening()
     assert process.process.stdin is not None

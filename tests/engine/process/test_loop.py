@@ -76,7 +76,7 @@ def test_what_a_lost_gateway_sent_after_its_loss_was_noticed_is_void(loop: Loop)
     assert len(loop.log) == 1 and "0 requests aborted" in loop.log[0]
 
 
-def test_requests_of_a_replaced_gateway_end_before_the_successor_is_greeted(loop: Loop) -> None:
+def test_when_a_gateway_is_replaced_its_requests_end_first(loop: Loop) -> None:
     first = loop.connect()
     first.sendall(encode(submit("a", team_id=1, output=50)))
     loop.service.turn()

@@ -59,7 +59,7 @@ def test_one_request_from_submit_to_end() -> None:
     assert not engine.core.has_work and engine.core.step() is None
 
 
-def test_a_step_without_work_is_nothing_and_a_new_table_of_teams_is_no_event() -> None:
+def test_without_work_a_new_table_of_teams_is_no_event() -> None:
     engine = Engine()
     assert engine.core.has_work
     assert engine.core.step() is None
@@ -98,7 +98,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_queues() -> None:
 
 
 @pytest.mark.case("K24")
-def test_output_beyond_the_pool_ends_with_length_and_a_prompt_beyond_it_is_refused() -> None:
+def test_output_beyond_the_pool_ends_with_length() -> None:
     engine = Engine(blocks=4, block_size=16)
     refused = engine.core.add(submit("x", prompt=64, output=1))
     assert refused is not None and refused.code == "context_length_exceeded" and "at most 64 fit" in refused.message
@@ -150,7 +150,7 @@ def test_the_queue_is_bounded_and_counts_only_what_has_not_started() -> None:
     assert set(ends(engine.run())) == {"r0", "r1", "r2", "x", "y"}
 
 
-def test_a_flood_fills_the_queue_for_the_team_that_sends_it_and_for_nobody_else() -> None:
+def test_when_a_team_floods_the_queue_is_full_for_it_alone() -> None:
     engine = Engine(max_queued_requests=12, max_batch_size=1)
     names = (f"r{number}" for number in itertools.count())
 
@@ -168,7 +168,7 @@ def test_a_flood_fills_the_queue_for_the_team_that_sends_it_and_for_nobody_else(
     assert taken(1, 100) == 12, "alone again"
 
 
-def test_a_request_that_has_not_started_in_time_times_out_and_a_started_one_never() -> None:
+def test_only_a_request_that_has_not_started_times_out() -> None:
     engine = Engine(max_batch_size=1)
     engine.core.add(submit("long", output=10, max_queue_us=1))
     engine.core.add(submit("late", max_queue_us=2500))
@@ -212,7 +212,7 @@ def test_requests_aborted_while_queued_never_run() -> None:
 
 @pytest.mark.case("K40", "I15")
 @pytest.mark.parametrize("cut", range(14))
-def test_the_first_plan_after_an_abort_lacks_the_sequence_and_its_blocks_are_back(cut: int) -> None:
+def test_after_an_abort_the_next_plan_has_its_blocks_back(cut: int) -> None:
     """One victim with a chunked prefill of 6 steps, then decode; the abort lands in the middle of step `cut`."""
     engine, runner = watched(blocks=40, prefill_chunk_tokens=16)
     engine.core.add(submit("victim", prompt=90, output=20))

@@ -77,7 +77,7 @@ class Table:
         self.result = StepResult(7, 5210, {1: SECRET}, copies_done=(11, 9), copies_failed=(13,))
 
 
-def test_a_line_says_what_was_taken_what_ran_and_what_ended_and_no_token(tmp_path: Path) -> None:
+def test_a_line_says_what_ran_and_what_ended_and_no_token(tmp_path: Path) -> None:
     log, table = open_log(tmp_path / "steps"), Table()
     log.took(ConfigureTeams(teams=(team(1), team(2))))
     log.took(request("new"))
@@ -161,7 +161,7 @@ def write_steps(log: StepLog, count: int, first: int = 0) -> None:
         log.write(0, StepPlan(step_id, ()), StepResult(step_id, 1, {}), (), scheduler({}))
 
 
-def test_a_full_file_is_moved_aside_once_and_both_stay_within_their_bound(tmp_path: Path) -> None:
+def test_a_full_file_is_moved_aside_and_both_stay_bounded(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     log = open_log(path, bytes_max=2000)
     write_steps(log, 200)
@@ -197,7 +197,7 @@ def test_a_line_longer_than_the_bound_is_not_cut(tmp_path: Path) -> None:
         assert start["event"] == "start" and line["step_id"] == step_id and len(line["inbox"]) == 20
 
 
-def test_a_new_start_goes_on_behind_the_old_lines_even_behind_half_a_line(tmp_path: Path) -> None:
+def test_a_new_start_goes_on_behind_the_old_lines(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     log = open_log(path)
     write_steps(log, 2)
@@ -256,7 +256,7 @@ def test_a_bound_of_nothing_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_stops_the_log_with_one_line_and_the_engine_goes_on(tmp_path: Path) -> None:
+def test_when_the_disk_is_full_the_log_stops_and_the_engine_not(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     said: list[str] = []
     log = open_log(path, said=said)
@@ -279,7 +279,7 @@ def test_a_full_disk_stops_the_log_with_one_line_and_the_engine_goes_on(tmp_path
     assert len(said) == 1 and len(read(path)) == 6, "silent from then on"
 
 
-def test_when_the_full_file_cannot_be_moved_the_log_stops_and_the_engine_goes_on(tmp_path: Path) -> None:
+def test_when_a_full_file_cannot_be_moved_only_the_log_stops(tmp_path: Path) -> None:
     (tmp_path / "steps.1").mkdir()
     said: list[str] = []
     log = open_log(tmp_path / "steps", bytes_max=1000, said=said)

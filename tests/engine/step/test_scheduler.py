@@ -72,7 +72,7 @@ def test_a_prompt_longer_than_the_token_budget_runs_in_several_steps() -> None:
     assert bench.scheduler.num_live == 0
 
 
-def test_what_is_left_of_the_budget_is_used_and_the_next_chunk_is_aligned_again() -> None:
+def test_the_budgets_rest_is_used_and_the_next_chunk_aligned() -> None:
     bench = Bench(max_batch_tokens=12, prefill_chunk_tokens=8)
     bench.add(16, 1)
     bench.add(16, 1)
@@ -103,7 +103,7 @@ def test_rows_carry_blocks_for_all_their_tokens() -> None:
     assert sizes == [2, 3, 3, 3, 3, 4, 4, 4, 4], "blocks come as they are needed, none before"
 
 
-def test_a_sequence_starts_only_beside_the_maximum_of_all_started_ones() -> None:
+def test_a_sequence_starts_only_beside_the_most_of_all_started() -> None:
     bench = Bench(blocks=4, block_size=4)
     bench.add(4, 4)
     bench.add(4, 5)
@@ -113,7 +113,7 @@ def test_a_sequence_starts_only_beside_the_maximum_of_all_started_ones() -> None
 
 
 @pytest.mark.case("K29", "C09")
-def test_small_ones_pass_a_large_head_which_still_starts_within_a_bound() -> None:
+def test_when_small_ones_pass_a_large_head_it_starts_in_a_bound() -> None:
     bench = Bench(blocks=4, block_size=4, max_batch_size=2)
     bench.add(4, 4)
     large = bench.add(4, 12)  # the whole pool
@@ -168,7 +168,7 @@ def test_two_large_ones_refused_for_long_do_not_deadlock() -> None:
 
 
 @pytest.mark.case("O17")
-def test_there_is_one_reservation_and_it_goes_to_the_first_refused_more_than_sixteen_times() -> None:
+def test_the_one_reservation_goes_to_the_first_refused_so_often() -> None:
     bench = Bench(blocks=8, block_size=4)
     bench.add(4, 24)  # 7 blocks
     large, larger = bench.add(4, 12), bench.add(4, 16)
@@ -392,7 +392,7 @@ def test_when_kv_cannot_be_taken_back_nobody_is_displaced() -> None:
     assert sum(s.num_preemptions for s in sequences) == 0
 
 
-def test_two_requests_of_sixty_percent_of_the_pool_each_run_one_after_the_other() -> None:
+def test_two_requests_of_sixty_percent_run_one_after_the_other() -> None:
     def steps_of(num_requests: int) -> int:
         engine = Engine(blocks=10, block_size=4)
         for index in range(num_requests):
@@ -402,7 +402,7 @@ def test_two_requests_of_sixty_percent_of_the_pool_each_run_one_after_the_other(
     assert steps_of(2) <= 2 * steps_of(1)
 
 
-def test_a_shortage_lasts_until_the_lags_are_back_and_is_told_for_the_whole_interval() -> None:
+def test_a_shortage_lasts_until_the_lags_are_back() -> None:
     bench = Bench(blocks=4)
     shortage = bench.scheduler.memory.take_shortage
     assert not shortage()

@@ -200,7 +200,7 @@ REFUSED: list[tuple[str, str, Any, int, str, str | None, str]] = [
 
 @pytest.mark.case("A16", "D11")
 @pytest.mark.parametrize(("method", "path", "body", "status", "code", "param", "message"), REFUSED)
-async def test_what_cannot_be_right_is_refused_in_one_envelope_and_changes_nothing(
+async def test_what_cannot_be_right_is_refused_and_changes_nothing(
     client: httpx.AsyncClient, store: Store, method: str, path: str, body: Any, status: int, code: str,
     param: str | None, message: str,
 ) -> None:  # fmt: skip

@@ -249,7 +249,7 @@ async def test_without_a_bound_the_reason_is_shown(state: AdminState, store: Sto
             assert record["max_pause_unknown"] == reason
 
 
-async def test_maximum_pauses_of_many_teams_are_worked_out_once_for_each_kind(
+async def test_maximum_pauses_are_worked_out_once_for_each_kind(
     state: AdminState, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(30):

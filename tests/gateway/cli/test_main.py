@@ -167,7 +167,7 @@ def test_reports_of_a_directory_without_a_database_make_none(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_db_upgrade_makes_the_schema_and_reports_read_it_without_the_lock(tmp_path: Path) -> None:
+def test_db_upgrade_makes_a_schema_that_reports_read_unlocked(tmp_path: Path) -> None:
     assert ok(tmp_path, "db", "upgrade")["upgraded"] is True
     with DataDirLock(tmp_path):
         report = ok(tmp_path, "usage", "report", "--by", "team,day")
@@ -247,9 +247,7 @@ def test_when_a_demo_cannot_have_a_team_then_it_says_so_first(tmp_path: Path) ->
     assert done.exit_code == 2 and f"{trace}: a server has no team 'a=b'; rename it" in done.stderr
 
 
-def test_simulate_takes_the_mode_of_memory_and_coast_and_says_what_was_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulate_takes_modes_and_says_what_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"t": 0, "team": "a", "prompt_tokens": 8, "output_tokens": tokens} for tokens in (4, 40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -372,7 +370,7 @@ def _as_directory(path: Path) -> None:
         ("terazi.db", _as_directory, 6),
     ],
 )
-def test_a_damaged_file_of_the_data_directory_is_one_line_and_one_document(
+def test_a_damaged_file_is_one_line_and_one_document(
     data_dir: Path, name: str, damage: Callable[[Path], object], code: int
 ) -> None:
     damage(data_dir / name)
@@ -436,7 +434,7 @@ def test_a_command_waits_for_another_command_to_end(data_dir: Path, monkeypatch:
 
 
 @pytest.mark.case("G59")
-def test_a_team_without_a_tier_gets_a_named_default_that_outranks_nobody(data_dir: Path) -> None:
+def test_a_team_without_a_tier_gets_the_least_default(data_dir: Path) -> None:
     assert ok(data_dir, "team", "create", "plain")["tier"] == "silver"
     tiers = {tier["name"]: tier for tier in ok(data_dir, "tier", "list")["data"]}
     default, best = tiers["silver"], tiers["gold"]
@@ -445,9 +443,7 @@ def test_a_team_without_a_tier_gets_a_named_default_that_outranks_nobody(data_di
     assert set(ok(data_dir, "quota", "show", "plain")["limits"].values()) == {None}, "no limit that nobody set"
 
 
-def test_tiers_are_listed_with_their_maximum_pause_or_why_there_is_none(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers_are_listed_with_their_maximum_pause(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = run(data_dir, "tier", "list").stdout
     assert "no maximum pause for gold, silver, bronze: no engine is connected" in listed
     known = ok(data_dir, "tier", "list")

@@ -52,7 +52,7 @@ async def test_tokens_arrive_in_batches_and_then_the_end() -> None:
         assert client.num_streams == 0
 
 
-async def test_one_step_of_many_requests_is_one_message_and_one_wake_up_each() -> None:
+async def test_a_step_of_many_requests_wakes_each_once() -> None:
     async with connected() as (client, engine):
         streams = {name: client.submit(submission(name)) for name in "abc"}
         for _ in streams:
@@ -124,7 +124,7 @@ async def test_nobody_there_is_an_engine_died() -> None:
 
 
 @pytest.mark.parametrize(("version", "older"), [(99, "gateway"), (1, "engine")])
-async def test_another_protocol_version_is_refused_with_both_versions_and_the_remedy(version: int, older: str) -> None:
+async def test_another_protocol_version_is_refused_naming_both(version: int, older: str) -> None:
     directory = Path(tempfile.mkdtemp(prefix="tz-"))
     engine = FakeEngine(directory / "s", hello(protocol_version=version))
     await engine.start()

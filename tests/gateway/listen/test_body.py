@@ -156,7 +156,7 @@ def test_what_is_not_read_is_a_415_that_says_what_is(headers: dict[str, str]) ->
 
 
 @pytest.mark.case("A20")
-async def test_curl_without_a_content_type_works_and_is_helped_when_it_does_not() -> None:
+async def test_without_a_content_type_curl_works_or_is_helped() -> None:
     async with gateway() as g:
         g.engine.script = g.engine.saying("ok")
         form = {"content-type": "application/x-www-form-urlencoded"}

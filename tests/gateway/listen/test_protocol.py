@@ -49,7 +49,7 @@ async def exchange(g: Gateway, *parts: bytes, pace: bool = False) -> bytes:
 
 
 @pytest.mark.case("A21", "D07")
-async def test_a_client_of_http_1_0_gets_each_token_at_once_as_plain_bytes_ended_by_close() -> None:
+async def test_a_client_of_http_1_0_gets_each_token_as_plain_bytes() -> None:
     async with gateway(tcp=True) as g:
         reader, writer = await asyncio.open_connection("127.0.0.1", g.port)
         writer.write(request_bytes(g, "1.0", stream=True))
@@ -156,7 +156,7 @@ async def test_an_absolute_target_is_only_its_path() -> None:
         assert answer.startswith(b"HTTP/1.1 401")
 
 
-async def test_a_body_behind_its_answer_is_dropped_and_the_connection_goes_on() -> None:
+async def test_a_body_behind_its_answer_is_dropped_and_all_goes_on() -> None:
     async with gateway(tcp=True, settings=HttpSettings(max_body_bytes=100)) as g:
         size = 5_000_000
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {g.key}\r\ncontent-length: {size}\r\n\r\n"
@@ -178,7 +178,7 @@ async def test_but_only_so_much_of_it(limit: str, monkeypatch: pytest.MonkeyPatc
         writer.close()
 
 
-async def test_a_drained_server_closes_the_connection_and_the_answer_arrives() -> None:
+async def test_when_a_drained_server_closes_the_answer_arrives() -> None:
     async with gateway(tcp=True) as g:
         g.state.is_draining = True
         head, _, body = request_bytes(g).partition(b"\r\n\r\n")

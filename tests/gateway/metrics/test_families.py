@@ -62,7 +62,7 @@ async def test_after_a_run_the_counters_are_the_ledgers_sums() -> None:
         assert shown.value("terazi_ledger_imbalance") == shown.value("terazi_reservations_outstanding") == 0
 
 
-async def test_open_requests_and_gaps_between_tokens_are_seen_while_they_last() -> None:
+async def test_open_requests_and_token_gaps_are_seen_while_they_last() -> None:
     async with gateway() as g:
         shown = Shown(g)
         task = asyncio.create_task(g.chat())

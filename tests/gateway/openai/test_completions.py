@@ -89,7 +89,7 @@ async def test_max_tokens_ends_with_length() -> None:
 
 @pytest.mark.case("A01", "K64")
 @pytest.mark.parametrize("asked", [32_000, 10**15])
-async def test_an_over_large_cap_is_clamped_to_the_room_and_reserved_clamped(asked: int) -> None:
+async def test_a_cap_beyond_the_room_is_clamped_and_reserved_so(asked: int) -> None:
     async with gateway(greeting=hello(context_len=64), limits=Limits(tokens_per_minute=64)) as g:
         g.engine.script = g.engine.saying("ok")
         response = await g.chat("hi", max_tokens=asked)
@@ -109,7 +109,7 @@ async def test_without_a_cap_the_default_ends_a_model_that_never_stops() -> None
         assert g.ledger.opened[0].max_tokens == 32
 
 
-async def test_the_clamp_is_the_kv_pool_when_that_is_smaller_than_the_context() -> None:
+async def test_when_the_pool_is_below_the_context_it_is_the_clamp() -> None:
     async with gateway(greeting=hello(block_size=16, num_device_blocks=3)) as g:
         g.engine.script = g.engine.saying("ok")
         await g.chat("hi")

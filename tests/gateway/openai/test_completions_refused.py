@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.case("K39", "G47")
-async def test_a_queue_timeout_before_the_headers_is_a_429_and_gives_the_request_back() -> None:
+async def test_a_queue_timeout_before_the_headers_is_a_429() -> None:
     async with gateway(limits=Limits(requests_per_minute=1)) as g:
         request = asyncio.create_task(g.chat(stream=True))
         submit = await g.engine.next_submit()
@@ -74,7 +74,7 @@ async def test_an_engine_that_fails_one_request_is_a_500_in_the_envelope() -> No
         assert g.state.leases.totals(1).settled_requests == 1, "work that was done is booked"
 
 
-async def test_an_engine_that_dies_ends_every_request_with_a_503_before_headers() -> None:
+async def test_when_the_engine_dies_before_headers_it_is_a_503() -> None:
     async with gateway() as g:
         requests = [asyncio.create_task(g.chat()) for _ in range(3)]
         for _ in requests:
@@ -107,7 +107,7 @@ async def test_a_full_journal_is_a_503_that_holds_nothing() -> None:
         assert (await g.chat()).status_code == 200
 
 
-async def test_a_drained_server_refuses_new_work_and_ends_old_work_with_an_error_event() -> None:
+async def test_a_drained_server_refuses_new_work_and_ends_old_work() -> None:
     async with gateway() as g:
         request = asyncio.create_task(g.chat(stream=True))
         submit = await g.engine.next_submit()
@@ -213,7 +213,7 @@ async def test_whatever_happens_there_is_one_row_and_the_sums_agree() -> None:
         assert g.state.engine.num_streams == 0 and g.engine.num_live == 0 and g.clock.num_timers == 0
 
 
-async def test_an_unexpected_fault_is_a_500_in_the_envelope_and_books_the_request(
+async def test_an_unexpected_fault_is_a_500_and_is_booked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with gateway() as g:

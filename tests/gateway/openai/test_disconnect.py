@@ -90,7 +90,7 @@ async def test_a_client_that_left_is_not_counted_as_a_success() -> None:
 
 
 @pytest.mark.case("G21")
-async def test_in_prefill_when_the_engine_hangs_the_slot_is_free_and_the_prompt_is_booked() -> None:
+async def test_when_the_engine_hangs_in_prefill_the_slot_is_free() -> None:
     settings = HttpSettings(settle_wait=0, close_wait=0)
     async with gateway(tcp=True, settings=settings, limits=Limits(concurrent=1)) as g:
         g.engine.is_hung = True
@@ -106,7 +106,7 @@ async def test_in_prefill_when_the_engine_hangs_the_slot_is_free_and_the_prompt_
         assert (await g.chat()).status_code == 200
 
 
-async def test_the_slot_is_free_before_the_engines_last_word_and_the_row_has_its_charge() -> None:
+async def test_the_slot_is_free_before_the_engines_last_word() -> None:
     settings = HttpSettings(settle_wait=0, close_wait=WAIT)
     async with gateway(tcp=True, settings=settings) as g:
         g.engine.is_hung = True

@@ -59,7 +59,7 @@ async def settled() -> None:
 
 
 @pytest.mark.case("D07")
-async def test_each_token_goes_out_at_once_with_headers_that_no_proxy_buffers() -> None:
+async def test_each_token_goes_out_at_once_and_no_proxy_buffers() -> None:
     async with gateway(tcp=True) as g, streaming(g) as task:
         submit = await g.engine.next_submit()
         g.engine.say(submit.request_id, "one")
@@ -80,7 +80,7 @@ async def test_each_token_goes_out_at_once_with_headers_that_no_proxy_buffers() 
 
 
 @pytest.mark.case("A12")
-async def test_headers_come_early_and_silence_is_filled_with_bare_comment_lines() -> None:
+async def test_headers_come_early_and_comments_fill_the_silence() -> None:
     async with gateway(tcp=True) as g, streaming(g) as task:
         submit = await g.engine.next_submit()
         g.clock.advance(14.9)
@@ -138,7 +138,7 @@ async def test_tokens_without_text_do_not_put_off_the_comments() -> None:
 
 
 @pytest.mark.case("K39")
-async def test_a_queue_timeout_after_early_headers_is_an_error_event_without_done() -> None:
+async def test_a_queue_timeout_after_headers_is_an_error_event() -> None:
     async with gateway(tcp=True) as g, streaming(g) as task:
         submit = await g.engine.next_submit()
         g.clock.advance(15)
@@ -152,7 +152,7 @@ async def test_a_queue_timeout_after_early_headers_is_an_error_event_without_don
         assert (row.outcome, row.output_tokens) == ("timeout", 0)
 
 
-async def test_an_engine_that_dies_in_a_stream_is_an_error_event_and_what_was_made_is_booked() -> None:
+async def test_when_the_engine_dies_in_a_stream_it_is_an_error_event() -> None:
     async with gateway(tcp=True) as g, streaming(g) as task:
         submit = await g.engine.next_submit()
         g.engine.say(submit.request_id, "half")

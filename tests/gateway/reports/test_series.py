@@ -79,7 +79,7 @@ def test_nothing_is_an_empty_picture() -> None:
     assert (binned.count, time_ticks(binned)) == (0, [])
 
 
-def test_clock_times_are_those_of_the_zone_also_where_it_is_off_by_a_half() -> None:
+def test_when_a_zone_is_off_by_a_half_clock_times_are_its_own() -> None:
     binned = bin_series(make_series(["a"], 7200), ["a"], {"a": 1})
     assert [label for _, label in time_ticks(binned)] == ["20:00", "20:30", "21:00", "21:30", "22:00"]
     shifted = [label for _, label in time_ticks(binned, ZoneInfo("Asia/Kolkata"))]

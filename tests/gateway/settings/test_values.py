@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_or_no_text_is_one_clear_error(tmp_path: Path) ->
 
 
 @pytest.mark.case("D11")
-def test_a_near_miss_in_the_environment_is_refused_and_foreign_names_are_not() -> None:
+def test_a_near_miss_in_the_environment_is_refused() -> None:
     with pytest.raises(SettingsError, match="did you mean TERAZI_MAX_BATCH_SIZE"):
         load({}, {"TERAZI_MAX_BATCH_SISE": "4"})
     # What Kubernetes sets for a service called "terazi" is nobody's typo.

@@ -26,7 +26,7 @@ def whole(ids: list[int], stops: tuple[str, ...] = (), min_tokens: int = 0) -> s
 
 @pytest.mark.case("K52")
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_an_emoji_split_over_tokens_never_shows_a_replacement_character(cut: int) -> None:
+def test_an_emoji_split_over_tokens_shows_no_replacement(cut: int) -> None:
     data = "😀".encode()
     table = [data[:cut], data[cut:], b"!"]
     text = Detokenizer(table)
@@ -34,13 +34,13 @@ def test_an_emoji_split_over_tokens_never_shows_a_replacement_character(cut: int
 
 
 @pytest.mark.case("K52")
-def test_max_tokens_inside_a_character_gives_the_same_text_streamed_or_not() -> None:
+def test_when_a_character_is_cut_the_text_is_the_same_streamed() -> None:
     ids = byte_ids("ok 😀")[:-2]
     assert "".join(streamed(ids)) == whole(ids) == "ok \ufffd"
 
 
 @pytest.mark.case("K54")
-def test_invalid_bytes_unused_slots_and_absurd_ids_only_cost_their_own_text() -> None:
+def test_invalid_bytes_and_absurd_ids_only_cost_their_own_text() -> None:
     table = [*TABLE, b"", b""]  # slots beyond the tokenizer
     text = Detokenizer(table)
     ids = [*byte_ids("a"), 3 + 0xFF, *byte_ids("b"), len(table) - 1, len(table) + 5, -1, 10**9, *byte_ids("c")]

@@ -158,7 +158,7 @@ async def test_cached_tokens_are_a_part_of_the_prompt(store: Store) -> None:
 
 @pytest.mark.case("G39")
 @pytest.mark.parametrize("team", [None, "search"])
-async def test_a_report_of_a_period_reads_by_index_and_never_the_whole_ledger(store: Store, team: str | None) -> None:
+async def test_a_report_of_a_period_reads_by_index(store: Store, team: str | None) -> None:
     await store.team("search")
     asked: list[str] = []
     async with store.database.session() as connection:

@@ -17,13 +17,6 @@ from tests.support.policies.scenarios import Scenario, scenarios
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(params=sorted(POLICIES))
-def policy(request: pytest.FixtureRequest) -> Policy:
-    made = make_policy(request.param, PolicyConfig(decode_work_us=450))
-    made.configure([TeamTerms(1), TeamTerms(2, weight=3, start_level=2)], 0)
-    return made
-
-
 def arrive(policy: Policy, seq_id: int, team: int = 1, work: int = 0, start_level: int = 0) -> int:
     return policy.arrive(SequenceTerms(seq_id, team, 8, 0, work, start_level, 0), 0)
 
@@ -41,12 +34,6 @@ def run(policy: Policy, *costs: tuple[int, int], refuse: tuple[int, ...] = ()) -
             order.append(seq_id)
     policy.settle([Served(seq_id, 1000, table.get(seq_id, 0), True) for seq_id in order], 0)
     return order
-
-
-def test_names_agree_and_an_unknown_one_is_explained() -> None:
-    assert {name: make_policy(name, PolicyConfig()).name for name in POLICIES} == {"eg-mlfq": "eg-mlfq", "fcfs": "fcfs"}
-    with pytest.raises(ValueError, match=r"unknown policy 'edf'.*eg-mlfq, fcfs"):
-        make_policy("edf", PolicyConfig())
 
 
 def test_unknown_teams_and_sequences(policy: Policy) -> None:
@@ -147,37 +134,6 @@ def test_the_books_balance(scenario: Scenario, name: str) -> None:
         assert sum(team.entitled_us for team in service) == total
         assert sum(team.running + team.waiting for team in service) == len(driver.live)
         assert all(team.lag >= 0 for team in service) or scenario.refusals
-
-
-def test_start_levels_and_skip_join() -> None:
-    policy = make_policy("eg-mlfq", PolicyConfig(levels=4, base_quantum_us=100))
-    policy.configure([TeamTerms(1), TeamTerms(2, start_level=2), TeamTerms(3, start_level=7)], 0)
-    joined = [
-        arrive(policy, 1, work=100),
-        arrive(policy, 2, work=101),
-        arrive(policy, 3, work=10_000),
-        arrive(policy, 4, team=2, work=100),
-        arrive(policy, 5, team=2, work=401),
-        arrive(policy, 6, work=0, start_level=1),
-        arrive(policy, 7, team=2, start_level=1),
-        arrive(policy, 8, team=3),
-    ]
-    assert joined == [0, 1, 3, 2, 3, 1, 2, 3]
-    fcfs = make_policy("fcfs", PolicyConfig(levels=4, base_quantum_us=100))
-    fcfs.configure([TeamTerms(1, start_level=2)], 0)
-    assert arrive(fcfs, 1, work=10_000, start_level=3) == 0
-
-
-def test_fcfs_is_the_order_of_arrival_over_all_teams() -> None:
-    policy = make_policy("fcfs", PolicyConfig())
-    policy.configure([TeamTerms(1), TeamTerms(2, weight=100)], 0)
-    for seq_id, team in ((5, 1), (3, 2), (4, 1), (1, 2)):
-        arrive(policy, seq_id, team=team)
-    for _ in range(3):
-        assert run(policy, (5, 100_000), (4, 100_000)) == [5, 3, 4, 1]
-    policy.leave(3, 0)
-    arrive(policy, 2, team=2)
-    assert run(policy) == [5, 4, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "coasts"), [("eg-mlfq", False), ("eg-mlfq", True), ("fcfs", False)])

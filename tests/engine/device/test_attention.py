@@ -2,16 +2,14 @@
 
 import math
 import random
-from itertools import pairwise
 
 import pytest
 import torch
 
 from engine.device.attention import AttentionBackend, Span
-from engine.device.attention.gather_sdpa import CALL_TOKENS, GatherSdpa, length_groups, padding_granularity
+from engine.device.attention.gather_sdpa import GatherSdpa
 from engine.device.attention.paged_native import PagedNative
-from engine.device.kv_cache import KVAllocationError, KVCache
-from engine.device.model import rotate
+from engine.device.kv_cache import KVCache
 from engine.models.config import ModelConfig, RopeScaling
 from tests.support.engine.torch_schedules import BLOCK_SIZE, native_kernels
 
@@ -165,25 +163,6 @@ def test_long_contexts_and_other_block_sizes(dtype: torch.dtype, context: int, b
         assert torch.allclose(out[rows].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.case("K78")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 64), (8, 20)])
-def test_native_bits_depend_on_the_position_alone(dtype: torch.dtype, group: int, head_dim: int) -> None:
-    """A chunk, a generated token and two threads: one result, so recomputing a prompt changes nothing either."""
-    filled = Filled(config_of(2, group, head_dim), [200], dtype)
-    backend = filled.backend("native")
-    queries = filled.queries(200)
-    table = filled.tables[0]
-    whole = backend.attend(1, queries, backend.plan([], [Span(0, 200, table)]))
-    singly = backend.attend(1, queries, backend.plan([Span(i, 1, table) for i in range(200)], []))
-    assert torch.equal(whole, singly)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(whole, backend.attend(1, queries, backend.plan([], [Span(0, 200, table)])))
-    finally:
-        torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_after_the_end_are_never_read(dtype: torch.dtype) -> None:
     filled = Filled(config_of(2, 3, 64), [21, 70], dtype)
@@ -200,31 +179,6 @@ def test_slots_after_the_end_are_never_read(dtype: torch.dtype) -> None:
     assert torch.equal(backend.attend(1, queries, plan), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [20, 64, 96])
-def test_fused_rotation_and_write_equal_the_plain_ones(dtype: torch.dtype, head_dim: int) -> None:
-    filled = Filled(config_of(2, 3, head_dim), [40, 9], dtype)
-    backend = filled.backend("native")
-    assert isinstance(backend, PagedNative)
-    spans = [Span(8, 1, filled.tables[1]), Span(5, 30, filled.tables[0])]
-    qkv = torch.randn((31, 10, head_dim), generator=filled.generator).to(dtype)
-    positions = torch.tensor([8, *range(5, 35)])
-    rotated = rotate(qkv[:, :8], filled.cos[positions].unsqueeze(1), filled.sin[positions].unsqueeze(1))
-    plain = filled.cache.pool.clone()
-    slots = [
-        span.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-        for span in spans
-        for p in range(span.start, span.end)
-    ]
-    filled.cache.write(1, filled.cache.token_index(torch.tensor(slots)), rotated[:, 6:], qkv[:, 8:])
-    written = filled.cache.pool.clone()
-    expected = backend.attend(1, rotated[:, :6].contiguous(), backend.plan(spans[:1], spans[1:]))
-    filled.cache.pool.copy_(plain)
-    got = backend.attend_fused(1, qkv.flatten(1), backend.plan(spans[:1], spans[1:]))
-    assert torch.equal(filled.cache.pool, written)
-    assert torch.equal(got, expected.flatten(1))
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_poisoned_row_is_not_finite_and_harms_no_other(poison: float) -> None:
     filled = Filled(config_of(2, 3, 64), [70, 70], torch.bfloat16)
@@ -236,55 +190,3 @@ def test_a_poisoned_row_is_not_finite_and_harms_no_other(poison: float) -> None:
     got = backend.attend(1, queries, plan)
     assert torch.equal(got[0], expected[0])
     assert not torch.isfinite(got[1]).any()
-
-
-def test_one_long_row_does_not_stretch_the_others() -> None:
-    assert length_groups([]) == []
-    assert length_groups([64, 64, 64]) == [[0, 1, 2]]
-    assert length_groups([64, 2048, 128]) == [[1], [0, 2]]
-    assert length_groups([64, 128]) == [[0, 1]]  # a second call would cost more than the padding
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_length_groups_cost_the_least(seed: int) -> None:
-    """Against every way to cut the sorted rows."""
-    rng = random.Random(seed)
-    lengths = [64 * rng.randint(1, 12) for _ in range(rng.randint(1, 8))]
-    groups = length_groups(lengths)
-    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-
-    def cost(parts: list[list[int]]) -> int:
-        return sum(CALL_TOKENS + len(part) * max(part) for part in parts if part)
-
-    ordered = sorted(lengths)
-    cuts = [[i for i in range(1, len(lengths)) if mask >> i & 1] for mask in range(0, 2 ** len(lengths), 2)]
-    every = ([ordered[a:b] for a, b in pairwise([0, *cut, len(lengths)])] for cut in cuts)
-    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, every))
-
-
-def test_the_padding_probe_finds_something_or_says_none() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert padding_granularity(config_of(3, 3, 64), dtype, CPU) in (0, 16, 32, 64, 128, 256, 512)
-
-
-def test_layers_and_blocks_do_not_overlap() -> None:
-    config = config_of(2, 1, 16)
-    cache = KVCache(config, 3, 4, torch.float32, CPU)
-    for layer in range(2):
-        for slot in range(12):
-            value = float(1000 * layer + slot)
-            ones = torch.ones((1, 2, 16))
-            cache.write(layer, cache.token_index(torch.tensor([slot])), ones * value, -ones * value)
-    for layer in range(2):
-        keys, values = cache.gather(layer, cache.block_index(torch.tensor([2, 0, 1])))
-        expected = [1000.0 * layer + slot for slot in (8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7)]
-        assert keys[:, 0, 0].tolist() == expected
-        assert values[:, 1, 15].tolist() == [-value for value in expected]
-    assert cache.pool[0].is_contiguous()
-    assert not cache.pool[cache.null_block].any()
-
-
-@pytest.mark.case("K77")
-def test_a_pool_larger_than_the_memory_is_refused_with_numbers() -> None:
-    with pytest.raises(KVAllocationError, match=r"needs \d+ MiB.*lower --kv-memory"):
-        KVCache(config_of(8, 1, 128), 2**36, 16, torch.float32, CPU)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.clock import VirtualClock
-from engine.process.listener import Address, ListenError
+from engine.process.listener import Address
 from engine.process.loop import EngineService
 from engine.process.samples import ServiceSampler
 from engine.wire.framing import encode
@@ -102,20 +102,3 @@ def test_a_sample_is_taken_before_the_table_of_teams_changes(loop: Loop, monkeyp
     loop.service.turn()
     assert events == ["sample", "table"]
     gateway.close()
-
-
-def test_an_address_is_held_by_one_and_free_again_after(tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
-    held = Address(path)
-    with pytest.raises(ListenError, match="another engine listens"):
-        Address(path)
-    held.close()
-    again = Address(path)
-    again.close()
-
-
-def test_unusable_addresses_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ListenError, match="use a shorter one"):
-        Address(tmp_path / ("x" * 120))
-    with pytest.raises(ListenError, match="cannot write beside"):
-        Address(tmp_path / "missing" / "engine.sock")

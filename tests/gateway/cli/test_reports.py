@@ -5,24 +5,19 @@ import csv
 import io
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
-from gateway.cli import report_text
 from gateway.cli.main import app
 from gateway.command import cell as shown_cell
-from gateway.reports.csv_export import write_csv
 from tenants import tables
 from tenants.database import Database, sqlite_url
 from tenants.reports.periods import parse_moment
 from tenants.rows import InterferenceRow, ServiceSampleRow, StepSampleRow
-from tests.support.gateway.fairness_document import make_report
 from tests.support.tenants.stores import closed_row, open_entry
 
 DAY = ["--from", "2026-05-10", "--to", "2026-05-11"]
@@ -127,32 +122,6 @@ def test_a_name_that_a_spreadsheet_would_run_is_text(data_dir: Path) -> None:
     assert [line["model"] for line in lines] == ["'" + FORMULA, "tiny"]
 
 
-@pytest.mark.parametrize(
-    ("value", "cell"),
-    [
-        ("=1+1", "'=1+1"),
-        ("+1", "'+1"),
-        ("-1", "'-1"),
-        ("@SUM(A1)", "'@SUM(A1)"),
-        ("  =1+1", "'  =1+1"),
-        (" plain", " plain"),
-        ("\tx", "'\tx"),
-        ("\rx", '"\'\rx"'),
-        (-1, "-1"),
-        (-0.5, "-0.5"),
-        (0.1 + 0.2, "0.30000000000000004"),
-        (None, ""),
-        ("a,b", '"a,b"'),
-        ('say "hi"', '"say ""hi"""'),
-        ("two\nlines", '"two\nlines"'),
-    ],
-)
-def test_a_cell(value: Any, cell: str) -> None:
-    out = io.StringIO(newline="")
-    write_csv(out, ["x", "y"], [{"x": value, "y": 1}])
-    assert out.getvalue() == f"x,y\r\n{cell},1\r\n"
-
-
 def test_an_empty_period_says_so_and_its_csv_is_a_header(data_dir: Path) -> None:
     empty = ["--from", "2026-04-01", "--to", "2026-04-02"]
     assert "no request ended in this period" in ok(data_dir, "usage", "report", *empty)
@@ -228,20 +197,6 @@ def test_a_report_goes_to_a_file_whole_or_not_at_all(data_dir: Path, tmp_path: P
 )
 def test_what_is_not_offered_is_a_usage_error(data_dir: Path, arguments: list[str]) -> None:
     assert run(data_dir, *arguments).exit_code == 2
-
-
-def test_no_table_of_the_fairness_report_is_wider_than_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "96")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    report_text.write_fairness(make_report(["support", "dev", "data-science"]))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "VIOLATED" in text and text.count("VIOLATED") == 1
-    tables_of_it = text.partition("weighted Jain")[0]
-    assert max(map(len, tables_of_it.splitlines())) <= 96
-    assert len([line for line in text.splitlines() if line.lstrip().startswith("data-science")]) >= 3
 
 
 def test_moments_of_a_zone_keep_their_offset() -> None:

@@ -3,15 +3,11 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from engine.sim.workload import TraceRequest
-from gateway.demo.policy_run import RunOptions, serve_options
 from gateway.demo.replay import Outcome, Target, describe, quantile, replay, summarise
-from gateway.demo.run import speed_warnings
 
 Handler = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 
@@ -146,33 +142,7 @@ def test_summary_by_hand() -> None:
     assert report["errors"] == ["HTTP 503"]
 
 
-def test_a_run_is_served_with_the_flags_it_names_and_no_others() -> None:
-    plain = RunOptions(Path("d"), "sim", "tiny", "16", 512)
-    assert serve_options("fcfs", plain) == [
-        *("--policy", "fcfs", "--engine", "sim", "--model", "tiny", "--max-batch-size", "16")
-    ]
-    tight = replace(plain, kv_memory="64MiB", host_kv_memory="1GiB", max_batch_tokens="256")
-    flags = serve_options("eg-mlfq", tight)[8:]
-    assert flags == ["--max-batch-tokens", "256", "--kv-memory", "64MiB", "--host-kv-memory", "1GiB"]
-    assert (plain.tier_of("support"), plain.tier_of("someone")) == ("gold", "silver")
-    assert replace(plain, team_tiers={"someone": "bronze"}).tier_of("someone") == "bronze"
-
-
 def test_quantiles_are_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
     assert [quantile(values, q) for q in (0.0, 0.5, 0.95, 0.99, 1.0)] == [1, 50, 95, 99, 100]
     assert describe([]) is None
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "said"),
-    [(4.0, 4.4, ""), (4.0, 4.41, "differed by 10 %"), (5.0, 4.0, "differed by 25 %"), (None, 4.0, "")],
-)
-def test_a_machine_that_was_faster_in_one_run_is_said(first: float | None, second: float, said: str) -> None:
-    runs = [
-        {"policy": policy, "device_ms_per_output_token": speed}
-        for policy, speed in (("fcfs", first), ("eg-mlfq", second))
-    ]
-    (warning,) = speed_warnings(runs) or [""]
-    assert said in warning and bool(warning) == bool(said)
-    assert not said or "not fair" in warning

@@ -14,7 +14,6 @@ from starlette.types import Message
 from gateway.errors import ClientGone
 from gateway.openai.app import HttpSettings
 from gateway.openai.disconnect import Departure
-from gateway.openai.reply import Reply
 from tenants.quotas import Limits
 from tests.support.gateway.harness import CHAT, WAIT, Gateway, chat_body, eventually, gateway
 
@@ -210,14 +209,3 @@ async def test_a_departure_that_never_comes_ends_with_its_request() -> None:
     departure.start()
     await departure.stop()
     departure.check()
-
-
-async def test_a_reader_that_takes_nothing_in_counts_as_gone() -> None:
-    async def stuck(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    reply = Reply(stuck, send_timeout=0)
-    await reply.start(200, {})
-    with pytest.raises(ClientGone):
-        await reply.send(b"x")

@@ -6,52 +6,27 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from engine.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from engine.wire.messages import Hello, ModelInfo
-from gateway.errors import ContextLengthExceeded, Overloaded, RequestTooLarge, Unavailable
+from engine.wire.messages import Hello
+from gateway.errors import Overloaded, Unavailable
 from gateway.listen.body import read_body
 from gateway.openai import completions
 from gateway.openai.app import HttpSettings
 from gateway.prepare import preparation, prepare
-from gateway.prepare import worker as prepare_worker
-from gateway.prepare.body_bounds import body_bounds
 from gateway.prepare.preparation import Preparation
-from gateway.prepare.process import PrepareProcess, WorkerLost
-from gateway.text.chat_template import ChatTemplate
 from tenants.quotas import Limits
-from tests.support.gateway.fake_engine import EOS, VOCAB_SIZE, hello
-from tests.support.gateway.harness import CHAT, MODEL, TOKENIZER, WAIT, Gateway, chat_body, eventually, gateway
+from tests.support.gateway.fake_engine import hello
+from tests.support.gateway.harness import CHAT, TOKENIZER, WAIT, Gateway, chat_body, eventually, gateway
 
 pytestmark = pytest.mark.anyio
 
 LARGE = "word " * 300  # as a chat more than PROCESS_ABOVE and less than the context
 PROCESS_ABOVE = 1000
-
-
-@pytest.fixture(scope="module")
-def greeting(tmp_path_factory: pytest.TempPathFactory) -> Hello:
-    """A model whose tokenizer a worker process can load."""
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "tokenizer.json").write_text(json.dumps(tiny_tokenizer(VOCAB_SIZE)))
-    config = {"chat_template": CHAT_TEMPLATE, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    info = ModelInfo(
-        name=MODEL,
-        path=str(directory),
-        vocab_size=VOCAB_SIZE,
-        context_len=2048,
-        eos_token_ids=(EOS,),
-        dtype="float32",
-        device="cpu",
-    )
-    return hello(model=info)
 
 
 def settings(**overrides: Any) -> HttpSettings:
@@ -133,133 +108,7 @@ async def test_when_the_process_is_busy_then_others_are_served(greeting: Hello) 
         assert (await large).status_code == 200
 
 
-@pytest.mark.case("T03")
-async def test_when_the_process_dies_then_one_request_gets_a_503(greeting: Hello) -> None:
-    async with gateway(settings=settings(), greeting=greeting, limits=Limits(requests_per_minute=2)) as g:
-        g.engine.script = g.engine.saying("ok")
-        assert (await g.chat(LARGE)).status_code == 200
-        os.kill(pid_of(g), signal.SIGSTOP)
-        large = asyncio.create_task(g.chat(LARGE))
-        await eventually(lambda: g.state.preparation.large.held > PROCESS_ABOVE)
-        os.kill(pid_of(g), signal.SIGKILL)
-        lost = await large
-        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "preparation_failed")
-        assert int(lost.headers["retry-after"]) >= 1 and g.outstanding() == 0
-        again = await g.chat(LARGE)
-        assert again.status_code == 200, "another one has started, and our failure was no request of the minute"
-        assert g.state.preparation.process.num_starts == 2
-
-
-async def test_when_an_order_takes_too_long_then_the_process_ends(greeting: Hello) -> None:
-    process = PrepareProcess(memory_bytes=1 << 30, run_seconds=0, idle_seconds=WAIT)
-    with pytest.raises(WorkerLost, match="longer than 0 s"):
-        await process.call(CHAT, b"{}", is_json=True, hello=greeting, default_max_tokens=1)
-    await process.stop()
-    assert process.pid is None
-
-
-async def test_when_a_model_cannot_be_loaded_then_the_log_says_why(
-    greeting: Hello, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    gone = hello(model=ModelInfo(**{**_fields(greeting.model), "path": str(tmp_path)}))
-    async with gateway(settings=settings(), greeting=gone) as g:
-        assert (await g.chat(LARGE)).json()["error"]["code"] == "preparation_failed"
-        await eventually(lambda: "FileNotFoundError" in caplog.text)
-
-
-def _fields(info: ModelInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in ModelInfo.__struct_fields__}
-
-
-@pytest.mark.case("T03", "T12")
-async def test_when_the_process_is_idle_then_it_ends(greeting: Hello) -> None:
-    async with gateway(settings=settings(prepare_idle_seconds=0.0), greeting=greeting) as g:
-        g.engine.script = g.engine.saying("ok")
-        assert (await g.chat(LARGE)).status_code == 200
-        process = g.state.preparation.process
-        await eventually(lambda: process.pid is None and not process._tasks)
-        assert (await g.chat(LARGE)).status_code == 200 and process.num_starts == 2
-
-
-async def test_when_a_body_takes_too_much_memory_then_it_is_a_413(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hungry(*_: Any, **__: Any) -> None:
-        raise MemoryError
-
-    worker = prepare_worker.Worker()
-    monkeypatch.setattr(prepare_worker, "prepare", hungry)
-    monkeypatch.setattr(prepare_worker.ModelTokenizer, "load", lambda _: TOKENIZER)
-    order = prepare_worker.Order(
-        endpoint=CHAT, is_json=True, hello=hello(), default_max_tokens=1, num_bytes=2, seconds=1
-    )
-    refusal = worker.answer(order, b"{}").refusal
-    assert refusal is not None and isinstance(refusal.error(), RequestTooLarge)
-
-
-def of_process(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text()
-
-
-async def test_when_memory_is_short_then_the_process_has_a_limit(greeting: Hello) -> None:
-    process = PrepareProcess(memory_bytes=1 << 30, run_seconds=WAIT, idle_seconds=WAIT)
-    await process.call(CHAT, b"{}", is_json=True, hello=greeting, default_max_tokens=1)
-    assert process.pid is not None
-    limits = of_process(process.pid, "limits")
-    assert f"{1 << 30}" in next(line for line in limits.splitlines() if line.startswith("Max data size"))
-    await process.stop()
-
-
 # --- what is refused before the work ------------------------------------------------------------------------------
-
-
-def parts_body(num_parts: int, text: str = "a") -> bytes:
-    content = [{"type": "text", "text": text}] * num_parts
-    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}]}).encode()
-
-
-def messages_body(count: int) -> bytes:
-    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": ""}] * count}).encode()
-
-
-@pytest.mark.case("T03")
-@pytest.mark.parametrize("body_of", [parts_body, messages_body])
-def test_when_pieces_exceed_the_context_then_nothing_is_rendered(
-    body_of: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rendered: list[int] = []
-    real = ChatTemplate.render
-
-    def render(self: ChatTemplate, messages: Any) -> str:
-        rendered.append(len(messages))
-        return real(self, messages)
-
-    monkeypatch.setattr(ChatTemplate, "render", render)
-
-    def call(count: int) -> None:
-        prepare.prepare(
-            CHAT,
-            body_of(count),
-            is_json=True,
-            hello=hello(context_len=50),
-            tokenizer=TOKENIZER,
-            default_max_tokens=1,
-        )
-
-    with pytest.raises(ContextLengthExceeded) as caught:
-        call(51)
-    assert rendered == [] and caught.value.details == {"limit": 50, "requested": 51}
-    with pytest.raises(ContextLengthExceeded, match="tokens"):
-        call(50)
-    assert len(rendered) == 1, "the template may make less of them"
-
-
-@pytest.mark.case("T03")
-def test_when_parts_are_few_then_the_prompt_is_what_it_was() -> None:
-    """As many parts as fit a prompt: each at least one token here, and the same ids as one text."""
-    prepared = prepare.prepare(
-        CHAT, parts_body(900), is_json=True, hello=hello(), tokenizer=TOKENIZER, default_max_tokens=1
-    )
-    assert prepared.token_ids == expected_ids("\n".join(["a"] * 900))
-    assert prepared.request.messages is None, "what the prompt was made from is not kept"
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -391,31 +240,6 @@ async def test_when_a_team_floods_then_it_gets_429_and_others_200(greeting: Hell
         assert answers[-1].json()["error"]["code"] == "preparation_full"
         assert g.state.leases.totals(1).released_requests == 2, "no room is no request of the minute"
         assert (g.state.preparation.held_bytes, g.state.preparation.num_waiting) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "said"),
-    [
-        ({"small_bytes": 26}, "less than 4 bodies of 26"),
-        ({"max_body_bytes": 76}, "never fits"),
-        ({"total_bytes": 199}, "less than those of two teams"),
-    ],
-)
-def test_bounds_that_do_not_fit_together_are_refused(numbers: dict[str, int], said: str) -> None:
-    fitting = {"max_body_bytes": 75, "small_bytes": 25, "team_bytes": 100, "total_bytes": 200}
-    assert body_bounds(**fitting) == (100, 200)
-    with pytest.raises(ValueError, match=said):
-        body_bounds(**{**fitting, **numbers})
-
-
-@pytest.mark.parametrize("max_body_bytes", [1024, 8 << 20, 1 << 30])
-@pytest.mark.parametrize("small_bytes", [4096, 64 << 10, 1 << 30])
-def test_default_bounds_fit_whatever_the_largest_body(max_body_bytes: int, small_bytes: int) -> None:
-    team, total = body_bounds(max_body_bytes=max_body_bytes, small_bytes=small_bytes, team_bytes=0, total_bytes=0)
-    assert body_bounds(max_body_bytes=max_body_bytes, small_bytes=small_bytes, team_bytes=team, total_bytes=total) == (
-        team,
-        total,
-    )
 
 
 # --- what stays ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Scheduler, memory and planner together, one mechanism at a time; the books are rechecked after each step."""
+"""The memory's one door, with scheduler and planner behind it, one mechanism at a time; the books are rechecked after each step."""
 
 import itertools
 
@@ -172,25 +172,6 @@ def test_when_the_host_is_full_kv_is_dropped_and_computed_again() -> None:
     assert len(second.output_token_ids) == 12 and first.finish_reason == "length"
 
 
-def test_the_planner_is_shown_what_a_move_would_copy() -> None:
-    bench, _first, second = swapped_pair()
-    bench.until(second, Status.PAUSED)
-    swaps = bench.scheduler.memory._mover
-    assert isinstance(swaps, Mover)
-
-    def view() -> tuple[int, int, int, int]:
-        (one,), away = swaps.view.sequences((), bench.scheduler.num_steps)
-        assert away == [] and one.seq_id == second.seq_id
-        return one.num_blocks, one.num_dirty, one.num_host, one.num_spare
-
-    held = len(second.memory.table.blocks)
-    assert second.num_computed == 12 and view() == (4, 0, 3, 1), "a block more for its next token"
-    bench.step()
-    assert view() == (held, 1, 3, 0), "full blocks stay clean, the new one is not on the host"
-    bench.step()
-    assert view() == (held, 1, 3, 0)
-
-
 @pytest.mark.case("K25")
 def test_two_half_prompts_come_back_with_room_for_the_whole() -> None:
     bench, grower, half = half_prompts(9, (16, 16))
@@ -298,18 +279,6 @@ def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
         bench.step()
         assert bench.policy.refused[-1] == small[-1].seq_id and small[-1].memory.num_refusals == 0
     assert asked and all(team_ids == {0, 2} for team_ids in asked)
-
-
-@pytest.mark.parametrize("to_edge", range(6))
-def test_the_reserve_is_what_the_next_four_steps_take(to_edge: int) -> None:
-    """Block size 8; two sequences have `to_edge` tokens of room in their blocks, one of them with one token to go."""
-    bench = Bench(blocks=12, host=12, block_size=8)
-    both = [bench.add(16 - to_edge, 20), bench.add(16 - to_edge, 2)]
-    bench.step()
-    view = bench.scheduler.memory._mover.view  # type: ignore[union-attr]
-    assert [len(one.memory.table.blocks) * 8 - one.num_computed for one in both] == [to_edge, to_edge]
-    assert view.reserve(both) == (to_edge < 4) + (to_edge < 2)
-    assert view.reserve(both[1:]) == (to_edge < 2), "no further than to its end"
 
 
 def test_the_core_runs_plans_without_rows_and_says_where_kv_is() -> None:

@@ -1,4 +1,4 @@
-"""The memory's one door, with scheduler and planner behind it, one mechanism at a time; the books are rechecked after each step."""
+"""The memory's one door with scheduler and planner, one mechanism at a time; the books are rechecked each step."""
 
 import itertools
 

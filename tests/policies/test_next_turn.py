@@ -1,4 +1,4 @@
-"""When will it run? ENST by hand, the minimum run after an upload, and who pays for copies.
+"""When will it run? ENST by hand, and the minimum run after an upload.
 
 Unit of fairness: one team's lag D, in decode steps per unit of weight.
 """

@@ -1,4 +1,4 @@
-"""Connections: who may write when, and what SQLite was really told."""
+"""Connections: who may write when."""
 
 import asyncio
 import sqlite3

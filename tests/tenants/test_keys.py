@@ -1,4 +1,4 @@
-"""API keys: their text, their hash, their pepper, their rows."""
+"""API keys in the store: revoked for good, of a living team, and never readable again."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Teams, tiers and quotas in the store, with the trail of who changed what."""
+"""Teams and their quotas in the store."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TorchRunner: one row's fault is its own, blocks do not leak between owners, and build() starts or says why not."""
+"""TorchRunner: one row's fault is its own, and blocks do not leak between owners."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What the admin API does: teams, keys, tiers, limits, maximum pauses and reports."""
+"""What the admin API does: teams, keys, tiers and limits."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Commands without a server: exit codes, one JSON document, what is refused, and the reference page."""
+"""Commands without a server: exit codes, one JSON document, and what is refused."""
 
 import gzip
 import json

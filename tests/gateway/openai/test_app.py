@@ -1,4 +1,4 @@
-"""Paths, methods, probes, CORS and the one error envelope around them."""
+"""Paths, methods, probes, CORS and headers."""
 
 import asyncio
 import json

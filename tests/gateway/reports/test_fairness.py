@@ -1,4 +1,4 @@
-"""The pages of the reports: self-contained, text stays text, each figure has a name and its numbers, teams a colour."""
+"""The fairness report's page: its figures are the report's numbers, and each team has one colour."""
 
 import csv
 import io

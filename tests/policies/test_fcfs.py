@@ -5,7 +5,7 @@ import pytest
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms, Turn
-from tests.policies.test_policy import arrive, run
+from tests.support.policies.calls import arrive, run
 from tests.support.policies.driver import Driver, config
 
 A = 0

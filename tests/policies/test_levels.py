@@ -9,7 +9,7 @@ from policies.levels import Levels
 from policies.promotion import Promotions
 from policies.sequences import Served, TeamTerms
 from tests.policies.test_oracles import A, three_jobs
-from tests.policies.test_policy import arrive
+from tests.support.policies.calls import arrive
 from tests.support.policies.driver import Driver, config
 
 

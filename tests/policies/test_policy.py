@@ -11,29 +11,11 @@ from policies.accounts import LevelQueues, RankedSequence
 from policies.catalog import POLICIES, make_policy
 from policies.config import PolicyConfig
 from policies.policy import Policy
-from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.sequences import Served, TeamTerms
+from tests.support.policies.calls import arrive, run
 from tests.support.policies.scenarios import Scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-
-
-def arrive(policy: Policy, seq_id: int, team: int = 1, work: int = 0, start_level: int = 0) -> int:
-    return policy.arrive(SequenceTerms(seq_id, team, 8, 0, work, start_level, 0), 0)
-
-
-def run(policy: Policy, *costs: tuple[int, int], refuse: tuple[int, ...] = ()) -> list[int]:
-    """One step in which every candidate but the refused is taken and costs what the table says (0 if nothing)."""
-    table = dict(costs)
-    policy.begin(0)
-    order = []
-    while (seq_id := policy.best()) is not None:
-        if seq_id in refuse:
-            policy.refuse(seq_id)
-        else:
-            policy.take(seq_id, 1000)
-            order.append(seq_id)
-    policy.settle([Served(seq_id, 1000, table.get(seq_id, 0), True) for seq_id in order], 0)
-    return order
 
 
 def test_unknown_teams_and_sequences(policy: Policy) -> None:

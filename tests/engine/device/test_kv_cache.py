@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.device.kv_cache import KVAllocationError, KVCache
-from tests.engine.device.test_attention import CPU, config_of
+from tests.support.engine.attention import CPU, config_of
 
 
 def test_layers_and_blocks_do_not_overlap() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.models.store import ModelStoreError, prepare
-from tests.engine.models.test_store import assert_one_line
+from tests.support.engine.models import assert_one_line
 
 
 @pytest.mark.parametrize(

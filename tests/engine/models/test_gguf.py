@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from engine.models import store as model_store
 from engine.models.gguf import ConversionError, tokenizer_document, unpermute
 from engine.models.store import SMOLLM2, ModelStoreError, describe, prepare
-from tests.engine.models.test_store import TEXTS, assert_one_line
+from tests.support.engine.models import TEXTS, assert_one_line
 
 
 def test_a_damaged_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.models.store import TINY, describe, file_sha256
-from tests.engine.models.test_store import TEXTS
+from tests.support.engine.models import TEXTS
 
 
 def test_the_tiny_model_has_the_same_bytes_each_time(tmp_path: Path, tiny: Path) -> None:

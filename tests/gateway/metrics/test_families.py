@@ -10,14 +10,12 @@ from typing import Any, cast
 import pytest
 
 from engine.wire.messages import Interference, StepDone
-from policies.tiers import DEFAULT_TIERS
 from tenants.quotas import Limits
 from tests.support.gateway.fake_engine import hello
-from tests.support.gateway.harness import Gateway, eventually, gateway
-from tests.support.gateway.metrics import Shown, arrived, interval, sample
+from tests.support.gateway.harness import eventually, gateway
+from tests.support.gateway.metrics import BRONZE, Shown, arrived, interval, one_row, sample, team_entry
 
 pytestmark = pytest.mark.anyio
-GOLD, SILVER, BRONZE = DEFAULT_TIERS
 HOSTILE = 'a"b\\c\nterazi_ready 7\n# {x="y"}'
 
 
@@ -130,10 +128,6 @@ async def test_policy_effective_says_whether_shares_order_the_queue() -> None:
             assert Shown(g).value("terazi_policy_effective") == effective
 
 
-def team_entry(number: int) -> dict[str, Any]:
-    return {"team_id": number, "name": f"team-{number}", "tier": SILVER, "limits": Limits(concurrent=number)}
-
-
 @pytest.mark.case("G38")
 async def test_hostile_names_stay_labels_and_junk_models_make_none() -> None:
     greeting = hello()
@@ -156,12 +150,6 @@ async def test_hostile_names_stay_labels_and_junk_models_make_none() -> None:
         for number in range(200):
             assert (await g.chat(model=f"junk-{number}")).status_code == 404
         assert shown.metrics.render().count(b"\n") == lines + 1, "one refusal code"
-
-
-async def one_row(g: Gateway) -> Any:
-    g.engine.script = g.engine.saying("ok")
-    await g.chat()
-    return g.ledger.rows[-1]
 
 
 def replace_model(row: Any, model: str) -> Any:

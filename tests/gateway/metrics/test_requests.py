@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 
-from tests.gateway.metrics.test_families import BRONZE, SILVER
 from tests.support.gateway.harness import eventually, gateway
-from tests.support.gateway.metrics import Shown, arrived
+from tests.support.gateway.metrics import BRONZE, SILVER, Shown, arrived
 
 pytestmark = pytest.mark.anyio
 

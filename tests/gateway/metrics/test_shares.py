@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.gateway.metrics.test_families import BRONZE
 from tests.support.gateway.harness import gateway
-from tests.support.gateway.metrics import Shown, interval, sample
+from tests.support.gateway.metrics import BRONZE, Shown, interval, sample
 
 pytestmark = pytest.mark.anyio
 

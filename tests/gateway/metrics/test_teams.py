@@ -6,9 +6,8 @@ from typing import Any, cast
 import pytest
 
 from tenants.quotas import Limits
-from tests.gateway.metrics.test_families import team_entry
 from tests.support.gateway.harness import gateway
-from tests.support.gateway.metrics import Shown, interval, sample
+from tests.support.gateway.metrics import Shown, interval, sample, team_entry
 
 pytestmark = pytest.mark.anyio
 

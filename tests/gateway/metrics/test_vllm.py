@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from engine.wire.messages import StepDone
-from tests.gateway.metrics.test_families import one_row
 from tests.support.gateway.harness import chat_body, eventually, gateway
-from tests.support.gateway.metrics import Shown
+from tests.support.gateway.metrics import Shown, one_row
 
 pytestmark = pytest.mark.anyio
 

@@ -1,7 +1,7 @@
 """The demo's page: two runs beside each other."""
 
 from gateway.reports.comparison import render_demo, table_rows
-from tests.gateway.reports.test_fairness import make_demo
+from tests.support.gateway.report_pages import make_demo
 
 
 def test_the_demo_page_is_a_report_with_the_comparison_first() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.reports.comparison import render_demo
-from tests.gateway.reports.test_fairness import EVIL, TEAMS, Reader, fairness, make_demo
+from tests.support.gateway.report_pages import EVIL, TEAMS, Reader, fairness, make_demo
 
 
 @pytest.mark.case("D15")

@@ -2,8 +2,8 @@
 
 import re
 
-from tests.gateway.reports.test_fairness import TEAMS, fairness
 from tests.support.gateway.fairness_document import make_report
+from tests.support.gateway.report_pages import TEAMS, fairness
 
 
 def test_a_broken_promise_is_marked_and_a_kept_one_too() -> None:

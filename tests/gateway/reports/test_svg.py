@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from gateway.reports import svg
-from tests.gateway.reports.test_fairness import EVIL
+from tests.support.gateway.report_pages import EVIL
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.wire.messages import ServiceSamples, TeamSample
 from gateway.metrics.families import GatewayMetrics
+from policies.tiers import DEFAULT_TIERS
+from tenants.quotas import Limits
 from tests.support.gateway.harness import Gateway, eventually
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -61,3 +63,16 @@ async def arrived(g: Gateway, step_id: int) -> None:
 
 def interval(*teams: TeamSample, **fields: Any) -> ServiceSamples:
     return ServiceSamples(interval_ms=1000, teams=teams, **fields)
+
+
+GOLD, SILVER, BRONZE = DEFAULT_TIERS
+
+
+def team_entry(number: int) -> dict[str, Any]:
+    return {"team_id": number, "name": f"team-{number}", "tier": SILVER, "limits": Limits(concurrent=number)}
+
+
+async def one_row(g: Gateway) -> Any:
+    g.engine.script = g.engine.saying("ok")
+    await g.chat()
+    return g.ledger.rows[-1]

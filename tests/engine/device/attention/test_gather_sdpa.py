@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.device.attention.gather_sdpa import CALL_TOKENS, length_groups, padding_granularity
-from tests.engine.device.test_attention import CPU, config_of
+from tests.support.engine.attention import CPU, config_of
 
 
 def test_one_long_row_does_not_stretch_the_others() -> None:

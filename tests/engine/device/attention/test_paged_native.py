@@ -6,7 +6,7 @@ import torch
 from engine.device.attention import Span
 from engine.device.attention.paged_native import PagedNative
 from engine.device.model import rotate
-from tests.engine.device.test_attention import Filled, config_of
+from tests.support.engine.attention import Filled, config_of
 from tests.support.engine.torch_schedules import BLOCK_SIZE
 
 

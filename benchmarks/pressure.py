@@ -3,9 +3,9 @@
 
     python -m benchmarks.pressure [--seeds 5000] [--first 0] [--jobs 2] [--json]
 
-Each seed is a random load on the simulator (`tests/simulation/pressure.py`). The load first runs with room for
+Each seed is a random load on the simulator (`tests/support/simulation/pressure.py`). The load first runs with room for
 everything, and the most blocks it holds at once are counted. Then it runs with a device pool of 25 % and a host pool of
-10 % of these blocks, and every step is checked (`tests/simulation/pressure_checks.py`). The exit status is 1 if any
+10 % of these blocks, and every step is checked (`tests/support/simulation/pressure_checks.py`). The exit status is 1 if any
 promise was violated.
 """
 
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests.simulation.pressure_checks import IDS, Outcome
-from tests.simulation.pressure_run import run
+from tests.support.simulation.pressure_checks import IDS, Outcome
+from tests.support.simulation.pressure_run import run
 
 _FORGIVEN: dict[str, Callable[[Outcome], int]] = {
     "debt cut": lambda outcome: outcome.forgiven_us,

@@ -37,7 +37,7 @@ def test_freeing_twice_or_what_was_never_owned_is_a_bug() -> None:
         pool.free([3])
 
 
-def test_a_table_grows_by_whole_blocks_keeps_its_order_and_gives_all_back() -> None:
+def test_a_table_grows_by_whole_blocks_and_gives_all_back() -> None:
     pool = BlockPool(8)
     table = BlockTable(pool, 4)
     table.grow_to(1)

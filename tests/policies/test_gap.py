@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from policies.bounds import lag_bound
-from tests.policies.driver import UNIT, Driver, Job, config
+from tests.support.policies.driver import UNIT, Driver, Job, config
 
 STEPS = 400
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
-from tests.policies.driver import UNIT, Driver, Job, config
+from tests.support.policies.driver import UNIT, Driver, Job, config
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

@@ -1,7 +1,7 @@
 """The incremental policy and the naive one make the same schedules, step by step and to the last microsecond of lag.
 
-The unit of fairness is a team's lag D. The naive policy (`tests.policies.reference`) scans everything at every pick and
-computes in fractions.
+The unit of fairness is a team's lag D. The naive policy (`tests.support.policies.reference`) scans everything at every
+pick and computes in fractions.
 """
 
 import math
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.policies.driver import Driver
-from tests.policies.reference import Reference, water_fill
-from tests.policies.scenarios import Scenario, random_scenario, scenarios
+from tests.support.policies.driver import Driver
+from tests.support.policies.reference import Reference, water_fill
+from tests.support.policies.scenarios import Scenario, random_scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

@@ -20,7 +20,7 @@ from policies.levels import Levels
 from policies.promotion import Promotions
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.tiers import DEFAULT_TIERS
-from tests.policies.reference import water_fill
+from tests.support.policies.reference import water_fill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text("utf-8")
 TEXT = " ".join(PAGE.split())

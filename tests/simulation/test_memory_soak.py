@@ -12,7 +12,7 @@ import pytest
 
 from engine.wire.messages import ConfigureTeams, SamplingParams, Submit, TeamEntry
 from policies.eg_mlfq import EgMlfq
-from tests.simulation.pressure import Rig, Scenario
+from tests.support.simulation.pressure import Rig, Scenario
 
 LIVE = 40  # requests at once
 TEAMS = 5

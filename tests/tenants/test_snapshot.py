@@ -11,7 +11,7 @@ from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable,
 from tenants.pepper import Pepper
 from tenants.quotas import Limits
 from tenants.snapshot import Snapshot, SnapshotHolder
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 NOW = from_epoch_us(NOW_US)
@@ -28,9 +28,7 @@ async def test_a_key_stands_for_its_team_on_its_terms(store: Store) -> None:
 
 
 @pytest.mark.case("S11")
-async def test_unknown_and_wrong_keys_are_told_the_same_after_one_comparison_each(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_and_wrong_keys_are_told_the_same(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await store.team("search")
     public_id, _ = await store.key("search")
     snapshot = await store.holder.reload()
@@ -73,7 +71,7 @@ async def test_keys_that_share_a_long_beginning_are_told_apart(store: Store) -> 
 
 
 @pytest.mark.case("G51", "B17")
-async def test_a_revoked_key_is_refused_by_the_next_call_and_named_only_to_its_owner(store: Store) -> None:
+async def test_a_revoked_key_is_refused_and_named_only_to_its_owner(store: Store) -> None:
     await store.team("search")
     public_id, text = await store.key("search")
     _, other = await store.key("search")

@@ -131,7 +131,8 @@ async def discard_body(receive: Receive, *, max_bytes: int, timeout_seconds: flo
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"The request body is larger than {max_bytes} bytes.", details={"limit": max_bytes})
+    text = f"The request body is larger than {max_bytes} bytes; send a smaller body."
+    return RequestTooLarge(text, details={"limit": max_bytes})
 
 
 class _Gunzip:

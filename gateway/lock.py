@@ -27,8 +27,10 @@ _TOKEN = re.compile(r"[!-~]{16,512}", re.ASCII)
 
 
 class DataDirUnusable(Exception):
-    """The data directory cannot be made or written, or a file in it is damaged. The text names the path and the
-    reason."""
+    """The data directory cannot be made or written, or a file in it is damaged.
+
+    The text names the path and the reason.
+    """
 
 
 class DataDirLocked(Exception):
@@ -41,8 +43,10 @@ class DataDirLocked(Exception):
 
 
 class DataDirLock:
-    """Exclusive hold on a data directory: a context manager, or `acquire` and `release`. The process's end releases it
-    too."""
+    """Exclusive hold on a data directory: a context manager, or `acquire` and `release`.
+
+    The process's end releases it too.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
@@ -110,9 +114,10 @@ def is_held(path: Path) -> bool:
 
 
 def admin_token(data_dir: Path) -> str:
-    """The directory's admin token. Makes one, with mode 0600, when there is none. Call it only while holding the lock.
+    """The directory's admin token. Makes the file, with mode 0600, when it is not there. Call it only while holding the
+    lock.
 
-    Raises DataDirUnusable when the token file is damaged: a new token would lock out everyone who has the old one.
+    Raises DataDirUnusable when the token file is damaged: a new token would lock out everyone who has the old token.
     """
     path = data_dir / "admin.token"
     if path.exists() and (token := read_admin_token(data_dir, may_be_empty=True)):

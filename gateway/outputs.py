@@ -96,7 +96,7 @@ def _replace(path: Path, found: os.stat_result | None, data: bytes) -> None:
 
 
 def _become(handle: int, name: str, path: Path, found: os.stat_result) -> None:
-    """Give the new file the old one's owner, group, mode and access list."""
+    """Give the new file the old file's owner, group, mode and access list."""
     made = os.fstat(handle)
     if (made.st_uid, made.st_gid) != (found.st_uid, found.st_gid):
         try:

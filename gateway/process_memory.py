@@ -33,7 +33,7 @@ def limit_arenas(arenas: int = _ARENAS) -> bool:
         (_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES),
         (_M_TRIM_THRESHOLD, _TRIM_FROM_BYTES),
     )
-    # A list, so that every call is made, also after one has failed.
+    # A list, so that every call is made, also after a call has failed.
     return min([mallopt(option, value) for option, value in options]) == 1
 
 

@@ -1,9 +1,9 @@
 """One log line for each refused call, so that an operator finds its `x-request-id` and its caller in the log.
 
-A call that became a request has its own line ("request ended") and gets no second one. Lines are limited for each
+A call that became a request has its own line ("request ended") and gets no second line. Lines are limited for each
 listener, error code and caller: so many lines a minute. The next line after a gap says how many were left out.
 
-Who is the caller: a key whose secret was right is named by its public id. Any other caller is named by the peer's
+A caller whose key has the right secret is named by the key's public id. Any other caller is named by the peer's
 address, because a stranger can send any id. At most BUCKETS_MAX callers have a count of their own; all further callers
 share one count.
 

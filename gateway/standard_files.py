@@ -72,8 +72,10 @@ def give_up(stream: TextIO) -> None:
 
 
 def finish() -> OSError | None:
-    """Write what is buffered, at a command's end. Returns the error of standard output, but None when its reader
-    left."""
+    """Write what is buffered, at a command's end.
+
+    Returns the error of standard output, but None when its reader left.
+    """
     failure = None
     for stream in (sys.stdout, sys.stderr):
         try:

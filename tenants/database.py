@@ -103,8 +103,7 @@ def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True)
 
 
 def _postgresql_arguments(url: URL) -> tuple[URL, dict[str, Any]]:
-    """The URL without the parameters that the driver wants as numbers or settings, and those as the driver's
-    arguments."""
+    """The URL without some parameters, and the driver's arguments made of them: numbers, and the application's name."""
     arguments: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_SECONDS}
     query = dict(url.query)
     for name, number in store_url.NUMBERS.items():
@@ -223,8 +222,10 @@ class Database:
 
     @asynccontextmanager
     async def begin_immediate(self) -> AsyncIterator[AsyncConnection]:
-        """A connection in one write transaction, which holds the write lock from its start. Commits at the block's
-        end."""
+        """A connection in one write transaction, which holds the write lock from its start.
+
+        Commits at the block's end.
+        """
         async with self._write_lock, self._engine.connect() as connection:
             connection = await connection.execution_options(**{BEGIN_OPTION: "IMMEDIATE"})
             async with connection.begin():

@@ -138,8 +138,10 @@ class Journal:
         self._open[entry.request_id] = entry
 
     def append_progress(self, progress: Progress) -> None:
-        """Note how far an open request has come. The line is left out when there is no room. Raises
-        StoreUnavailable."""
+        """Note how far an open request has come.
+
+        The line is left out when there is no room. Raises StoreUnavailable.
+        """
         line = _line("progress", progress)
         if self.num_bytes + len(line) + len(self._open) * CLOSE_LINE_BYTES <= self._bytes_max:
             self._write(line)
@@ -283,8 +285,10 @@ class Journal:
         return fds, self._number
 
     def unsynced(self, fds: list[int], error: OSError | None = None) -> None:
-        """The files `fds` of a `take_dirty` are not on disk. They are dirty again; `error`, if any, begins a
-        trouble."""
+        """The files `fds` of a `take_dirty` are not on disk.
+
+        They are dirty again; `error`, if any, begins a trouble.
+        """
         self._rotated_fds[:0] = fds[:-1]
         os.close(fds[-1])  # a second descriptor of the present segment
         self._is_dirty = True

@@ -73,8 +73,10 @@ def render(key: ParsedKey) -> str:
 
 
 def parse(text: str) -> ParsedKey | None:
-    """The parts of a well-formed key; None for any other text. Checks the length first, so a long text costs
-    nothing."""
+    """The parts of a well-formed key; None for any other text.
+
+    Checks the length first, so a long text costs nothing.
+    """
     if len(text) != KEY_LEN:
         return None
     match = _KEY.fullmatch(text)

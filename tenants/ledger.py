@@ -143,8 +143,10 @@ class Ledger:
             yield lost_row(entry, replay.progress.get(entry.request_id), self._now_us())
 
     async def stop(self) -> None:
-        """Write the remaining rows to SQL and end the tasks. Rows that SQL refuses stay in the journal for the next
-        start."""
+        """Write the remaining rows to SQL and end the tasks.
+
+        Rows that SQL refuses stay in the journal for the next start.
+        """
         assert self._writer is not None and self._syncer is not None, "the ledger was not started"
         self._stopping.set()
         self._wake.set()
@@ -170,8 +172,10 @@ class Ledger:
         self._journal.append_open(entry)
 
     def progress(self, progress: Progress) -> None:
-        """Note how far an open request has come. Its row uses this if the gateway dies before the request ends.
-        Optional."""
+        """Note how far an open request has come.
+
+        Its row uses this if the gateway dies before the request ends. Optional.
+        """
         with contextlib.suppress(StoreUnavailable):  # the journal has said so once
             self._journal.append_progress(progress)
 

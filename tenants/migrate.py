@@ -141,8 +141,10 @@ def _title(script: Script) -> str:
 
 
 def _cause(url: str, error: Exception) -> str:
-    """The reason, in one line. It never holds a statement's parameters; our engines hide them in SQLAlchemy's texts
-    too."""
+    """The reason, in one line.
+
+    It never holds a statement's parameters; our engines hide them in SQLAlchemy's texts too.
+    """
     why = disk_trouble(error, sqlite_path(url))
     original = getattr(error, "orig", None) or error
     lines = str(original).strip().splitlines()
@@ -185,5 +187,6 @@ async def _take(fd: int, lock_path: Path) -> None:
         else:
             return
     raise StoreUnavailable(
-        f"Another process has been upgrading the database for {LOCK_TIMEOUT_SECONDS:.0f} s: {lock_path}"
+        f"Another process has held {lock_path} for {LOCK_TIMEOUT_SECONDS:.0f} s, as for an upgrade of the database: "
+        "wait until that process is done, or end it, and start again."
     )

@@ -60,7 +60,7 @@ def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepp
         _create(path)
     about, user = path.stat(), os.geteuid()
     if not stat.S_ISREG(about.st_mode):
-        raise Invalid(f"The pepper {path} is not a regular file.")
+        raise Invalid(f"The pepper {path} is not a regular file: put the pepper's file, or its backup, in its place.")
     if about.st_uid not in (user, 0, path.parent.stat().st_uid):
         raise Invalid(
             f"The pepper {path} belongs to user {about.st_uid}, who may read and replace it. If it is the right one, "
@@ -112,5 +112,8 @@ def _decode(text: str, where: str) -> Pepper:
     except (binascii.Error, ValueError):
         secret = b""
     if len(secret) < _PEPPER_BYTES:
-        raise Invalid(f"The pepper in {where} is damaged: it must be base64 of at least {_PEPPER_BYTES} bytes.")
+        raise Invalid(
+            f"The pepper in {where} is damaged: it must be base64 of at least {_PEPPER_BYTES} bytes. Restore it from a "
+            "backup: with another pepper no API key works."
+        )
     return Pepper.of(secret)

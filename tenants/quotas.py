@@ -29,8 +29,10 @@ LIMIT_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Limits))
 
 
 def check_limit(name: str, value: object) -> int | None:
-    """`value` as a limit, if it is None or a whole number from 0 to LIMIT_MAX. Raises Invalid, with the reason, if
-    not."""
+    """`value` as a limit, if it is None or a whole number from 0 to LIMIT_MAX.
+
+    Raises Invalid, with the reason, if not.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -92,8 +92,10 @@ class Retention:
         self.seconds_from_us = 0  # samples before this are dropped
 
     async def load(self, now_us: int | None = None) -> None:
-        """Read the marks. With `now_us`, log a warning about a clock that cannot be right. Raises what the database
-        raises."""
+        """Read the marks.
+
+        With `now_us`, log a warning about a clock that cannot be right. Raises what the database raises.
+        """
         async with self._database.session() as connection:
             row = (await connection.execute(select(_marks))).mappings().one()
             newest_us = await newest_row(connection) if now_us is not None else None
@@ -105,8 +107,10 @@ class Retention:
             _warn_of_clock(now_us, newest_us)
 
     async def reopen(self, connection: AsyncConnection, moments: Iterable[int]) -> None:
-        """Samples of these moments are being written in this transaction. The sums from the earliest hour on no longer
-        count."""
+        """Samples of these moments are being written in this transaction.
+
+        The sums from the earliest hour on no longer count.
+        """
         hour_us = min(map(floor_hour, moments), default=self._hours_to_us)
         if hour_us < self._hours_to_us:
             await connection.execute(update(_marks).values(hours_to_us=hour_us))

@@ -101,8 +101,10 @@ class Snapshot:
         return entry.identity
 
     def owner(self, public_id: str) -> Identity | None:
-        """The identity of the key with this public id, also of a revoked key. Only for logs, since an id proves
-        nothing."""
+        """The identity of the key with this public id, also of a revoked key.
+
+        Only for logs, since an id proves nothing.
+        """
         entry = self._keys.get(public_id)
         return None if entry is None else entry.identity
 

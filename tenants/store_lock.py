@@ -39,8 +39,10 @@ ANSWER_SECONDS = 5.0  # how long a look waits for the database's answer
 
 
 class StoreLock:
-    """A lock that is held. `watch` takes it again when it is lost; `lost_seconds` says for how long it has been
-    lost."""
+    """A lock that is held.
+
+    `watch` takes it again when it is lost; `lost_seconds` says for how long it has been lost.
+    """
 
     def __init__(self, connection: AsyncConnection | None, connect: Callable[[], Awaitable[AsyncConnection]] | None):
         self._connection = connection  # of PostgreSQL
@@ -208,7 +210,7 @@ async def _connect(url: str, holder: str) -> AsyncConnection:
         if connection is not None:
             await _close(connection)
         if isinstance(error, TimeoutError):
-            raise StoreUnavailable("The database does not answer.") from error
+            raise StoreUnavailable(f"The database did not answer within {ANSWER_SECONDS:g} s. Is it busy?") from error
         raise
 
 

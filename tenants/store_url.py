@@ -67,8 +67,10 @@ def normalised(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """The URL as it may be printed: without its password and unknown parameters. A text that is no clean URL is
-    hidden."""
+    """The URL as it may be printed: without its password and unknown parameters.
+
+    A text that is no clean URL is hidden.
+    """
     text = text.strip()
     if not text:
         return text

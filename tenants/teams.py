@@ -80,8 +80,10 @@ async def team_statuses(connection: AsyncConnection) -> dict[int, str]:
 
 
 async def _name_taken(connection: AsyncConnection, name: str) -> Conflict | None:
-    """The error when a team has this name already, else None. An archived team keeps its name, since it may come
-    back."""
+    """The error when a team has this name already, else None.
+
+    An archived team keeps its name, since it may come back.
+    """
     query = select(tables.teams.c.archived_at_us).where(tables.teams.c.name == name)
     row = (await connection.execute(query)).one_or_none()
     if row is None:

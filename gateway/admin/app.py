@@ -72,8 +72,10 @@ def admin_app(state: AdminState) -> Starlette:
 
 
 class _RequireToken:
-    """Lets a call through only with the admin token. It decides before routing, so a stranger cannot learn which paths
-    exist."""
+    """Lets a call through only with the admin token.
+
+    It decides before routing, so a stranger cannot learn which paths exist.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

@@ -1,5 +1,7 @@
-"""The admin API's reports: usage as JSON or CSV, fairness as JSON. The ledger is flushed before the database is
-read."""
+"""The admin API's reports: usage as JSON or CSV, fairness as JSON.
+
+The ledger is flushed before the database is read.
+"""
 
 import asyncio
 import contextlib
@@ -62,8 +64,10 @@ class ReportCalls:
 
 
 def _usage_csv(report: dict[str, Any]) -> Response:
-    """The report's lines as CSV. The total is left out, so that a column can be summed; a report without dimensions is
-    only the total."""
+    """The report's lines as CSV.
+
+    The total is left out, so that a column can be summed; a report without dimensions is only the total.
+    """
     text = io.StringIO(newline="")
     write_usage_csv(text, report)
     headers = {"x-request-id": uuid4().hex, "cache-control": "no-store"}

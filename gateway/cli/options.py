@@ -8,8 +8,10 @@ import typer
 
 
 def _directory(text: str) -> Path:
-    """The directory. Raises BadParameter for an empty text: `--data-dir "$UNSET"` must not mean the working
-    directory."""
+    """The directory.
+
+    Raises BadParameter for an empty text: `--data-dir "$UNSET"` must not mean the working directory.
+    """
     if not text.strip():
         raise typer.BadParameter("it is empty; give a directory")
     return Path(text)

@@ -74,8 +74,10 @@ class ServerProcess:
 
     @property
     def host(self) -> str:
-        """The address of the OpenAI routes. It is not a name where possible, so that a load generator looks nothing
-        up."""
+        """The address of the OpenAI routes.
+
+        It is not a name where possible, so that a load generator looks nothing up.
+        """
         host = urlsplit(self.info["url"]).hostname or "localhost"
         return "127.0.0.1" if host == "localhost" else host
 

@@ -45,8 +45,10 @@ _READ_BYTES = 256 * 1024
 
 
 class RequestStream:
-    """What the engine sends for one request. It has one consumer, which iterates over batches of token ids and then
-    reads `finished`."""
+    """What the engine sends for one request.
+
+    It has one consumer, which iterates over batches of token ids and then reads `finished`.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -119,7 +121,8 @@ class RequestStream:
             self._waiter = None
 
     async def get(self) -> list[int]:
-        """Wait for token ids and return all unread ones. The list is empty when the stream was woken or has finished.
+        """Wait for token ids and return all that are unread. The list is empty when the stream was woken or has
+        finished.
 
         Raises the error with which the stream failed, once all tokens before it have been read.
         """

@@ -30,9 +30,10 @@ class BodyRoom(Protocol):
 
 
 def check_media_type(headers: Mapping[str, str]) -> bool:
-    """True for a JSON content type; False for no content type, or the one that curl sends by default.
+    """True for a JSON content type; False for no content type, or the content type that curl sends by default.
 
-    A body of the latter kind is tried as JSON. Raises UnsupportedMediaType for any other content type, charset or
+    Where the answer is False, the body is tried as JSON nevertheless. Raises UnsupportedMediaType for any other content
+    type, charset or
     encoding.
     """
     encoding = headers.get("content-encoding", "identity").strip().lower()

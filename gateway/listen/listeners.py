@@ -84,8 +84,10 @@ class HttpServer(uvicorn.Server):
 
     @property
     def num_changes(self) -> int:
-        """Connections made, connections lost and requests answered so far. The number changes whenever something
-        happens."""
+        """Connections made, connections lost and requests answered so far.
+
+        The number changes whenever something happens.
+        """
         return self._count.changes + self.server_state.total_requests
 
     @contextlib.contextmanager

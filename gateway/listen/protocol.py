@@ -88,8 +88,10 @@ class _Flow(FlowControl):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """httptools' parser. When it stops at an offer to upgrade, a fresh parser reads the head again without the
-    offer."""
+    """httptools' parser.
+
+    When it stops at an offer to upgrade, a fresh parser reads the head again without the offer.
+    """
 
     def __init__(self, protocol: "HttpProtocol") -> None:
         super().__init__(protocol)

@@ -144,8 +144,10 @@ class Claim:
         self._state.leases.amend(self._reservation, tokens_used)
 
     def release(self) -> None:
-        """End a claim whose request was refused or never ran: give everything back. Does nothing if the claim has
-        ended."""
+        """End a claim whose request was refused or never ran: give everything back.
+
+        Does nothing if the claim has ended.
+        """
         if self.is_outstanding:
             self._state.leases.release(self._reservation)
 

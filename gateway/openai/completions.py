@@ -353,7 +353,10 @@ class _Call:
             await self._send(data)
 
     async def _send_heartbeat(self) -> None:
-        """Send a comment, so that the client sees that the stream lives. The first one brings the headers too."""
+        """Send a comment, so that the client sees that the stream lives.
+
+        The first comment may bring the headers too.
+        """
         await self._start_stream()
         await self._send(KEEP_ALIVE)
 
@@ -373,8 +376,10 @@ class _Call:
         self._timer = self._state.clock.call_later(seconds, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Ask for a heartbeat if nothing was sent for a whole interval. If something was, look again at the interval's
-        end."""
+        """Ask for a heartbeat if nothing was sent for a whole interval.
+
+        If something was, look again at the interval's end.
+        """
         assert self._stream is not None
         interval = self._state.settings.keep_alive_interval
         rest = self._sent_at + interval - self._state.clock.monotonic() if self._reply.is_started else 0.0

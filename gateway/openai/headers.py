@@ -1,13 +1,17 @@
-"""The headers that tell a caller its limits, tier and times. A limit that is not set, or a time not yet known, is left
-out."""
+"""The headers that tell a caller its limits, tier and times.
+
+A limit that is not set, or a time not yet known, is left out.
+"""
 
 from tenants.leases import LimitsView
 from tenants.snapshot import Identity
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as OpenAI writes a limit's reset: 120ms, 1s, 6m0s, 1h2m3s. Rounded up, so that it is never too
-    early."""
+    """A duration as OpenAI writes a limit's reset: 120ms, 1s, 6m0s, 1h2m3s.
+
+    Rounded up, so that it is never too early.
+    """
     milliseconds = -int(-seconds * 1000 // 1)
     if milliseconds < 1000:
         return f"{max(0, milliseconds)}ms"

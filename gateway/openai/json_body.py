@@ -33,8 +33,10 @@ def without_mark(body: bytes) -> bytes:
 
 
 def not_json(body: bytes, reason: Exception) -> BadRequest:
-    """The error for a body that is not JSON. It names the encoding if that is not UTF-8, else it has the decoder's
-    words."""
+    """The error for a body that is not JSON.
+
+    It names the encoding if that is not UTF-8, else it has the decoder's words.
+    """
     for start, encoding in _FOREIGN_STARTS:
         if body.startswith(start):
             return BadRequest(f"The request body is {encoding}. {_SEND_UTF8}", code="invalid_encoding")

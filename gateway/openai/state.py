@@ -145,15 +145,19 @@ class GatewayState:
         return self.ledger.is_failing or self.store_lost_seconds() > 0
 
     def end_streams(self) -> None:
-        """End every running request with an error, or an error event, at the end of the drain. They are booked as
-        `shutdown`."""
+        """End every running request with an error, or an error event, at the end of the drain.
+
+        They are booked as `shutdown`.
+        """
         self.is_draining = True
         self.engine.fail_streams(draining_error)
 
 
 def not_ready_reasons(state: GatewayState) -> list[str]:
-    """Why no request can be served now. Empty when requests can be served. Both listeners' `/readyz` show the
-    reasons."""
+    """Why no request can be served now.
+
+    Empty when requests can be served. Both listeners' `/readyz` show the reasons.
+    """
     facts = {
         "draining": state.is_draining,
         "starting": state.tokenizer is None or state.engine.hello is None,

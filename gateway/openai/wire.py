@@ -305,7 +305,7 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """The stop strings. Raises BadRequest for too many, and for one that is empty or too long.
+    """The stop strings. Raises BadRequest for too many strings, and for a string that is empty or too long.
 
     An empty list is the same as an absent field. An empty string would match before any text.
     """
@@ -415,8 +415,10 @@ def event(document: dict[str, Any]) -> bytes:
 
 
 class AnswerWriter:
-    """Makes the bytes of one request's answer: the chunks of a stream, or one document. `created` is a Unix time in
-    seconds."""
+    """Makes the bytes of one request's answer: the chunks of a stream, or one document.
+
+    `created` is a Unix time in seconds.
+    """
 
     def __init__(self, request: CompletionRequest, request_id: str, created: int) -> None:
         self._is_chat = request.is_chat

@@ -2,8 +2,9 @@
 
 *Bytes.* A body is read only while its bytes have room: `team_bytes` for each team and `total_bytes` in all. A body
 without room stays unread in the client's socket, and TCP holds the client back. After `wait_seconds` the request is
-refused. A body with an announced length takes that length. A body without one (chunked, gzip) first takes the most that
-a small body may have, and later, if it grows larger, `max_body_bytes` too. A quarter of both bounds is kept for small
+refused. A body with an announced length takes that length. A body of unknown length (chunked, gzip) first takes the
+most that a small body may have, and later, if it grows larger, `max_body_bytes` too. A quarter of both bounds is kept
+for small
 bodies, so that a team's large requests do not hold up its ordinary requests.
 
 *Work.* Small bodies are prepared in the event loop, middling bodies in one thread, and large bodies in a process of

@@ -83,8 +83,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame(message: Order | Answer) -> bytes:
-    """A message as JSON with its length in front. Not MessagePack, because a caller's whole numbers may have any
-    size."""
+    """A message as JSON with its length in front.
+
+    Not MessagePack, because a caller's whole numbers may have any size.
+    """
     data = msgspec.json.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 

@@ -76,8 +76,10 @@ class Detokenizer:
     """One request's text. Takes token ids, returns text that no later token can change, and ends at a stop string."""
 
     def __init__(self, table: list[bytes], stops: Iterable[str] = (), *, min_tokens: int = 0) -> None:
-        """`table` has the bytes of each token id. Stop strings are looked for only behind the first `min_tokens`
-        tokens."""
+        """`table` has the bytes of each token id.
+
+        Stop strings are looked for only behind the first `min_tokens` tokens.
+        """
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)

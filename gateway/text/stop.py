@@ -92,7 +92,9 @@ class StopMatcher:
         return seen[:keep]
 
     def flush(self) -> str:
-        """The text that is still held back. Call it at the end of the output, when no stop string can become
-        complete."""
+        """The text that is still held back.
+
+        Call it at the end of the output, when no stop string can become complete.
+        """
         held, self._held, self._state = self._held, "", 0
         return held

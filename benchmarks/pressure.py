@@ -5,8 +5,8 @@
 
 Each seed is a random load on the simulator (`tests/support/simulation/pressure.py`). The load first runs with room for
 everything, and the most blocks it holds at once are counted. Then it runs with a device pool of 25 % and a host pool of
-10 % of these blocks, and every step is checked (`tests/support/simulation/pressure_checks.py`). The exit status is 1 if any
-promise was violated.
+10 % of these blocks, and every step is checked (`tests/support/simulation/pressure_checks.py`). The exit status is 1 if
+any promise was violated.
 """
 
 import argparse

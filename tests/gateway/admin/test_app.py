@@ -250,6 +250,16 @@ async def test_unknown_paths_methods_and_parameters_have_the_envelope(client: ht
     assert (await client.delete(f"{V1}/teams")).headers["allow"] == "GET, HEAD, POST"
 
 
+async def test_when_a_parameter_is_wrong_the_answer_shows_its_value(client: httpx.AsyncClient) -> None:
+    for path, message in [
+        ("teams?archived=maybe", "archived must be true or false, not 'maybe'."),
+        ("audit?limit=0", "limit must be a whole number from 1 to 1000, not '0'."),
+        ("reports/usage?format=xml", "format must be json or csv, not 'xml'."),
+        ("reports/usage?by=team&by=day", "The query parameter by is given twice; give it once."),
+    ]:
+        assert error_of(await client.get(f"{V1}/{path}"))["message"] == message
+
+
 @pytest.mark.case("S07")
 async def test_no_body_can_write_a_field_that_is_not_its_own(client: httpx.AsyncClient, store: Store) -> None:
     """Every writable field of every record, tried at every write that should not take it."""

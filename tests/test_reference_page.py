@@ -31,7 +31,6 @@ OPERATIONS = (ROOT / "docs" / "operations.md").read_text("utf-8")
 NOT_PUBLIC = ("admin", "cli", "demo", "reports", "command.py", "outputs.py", "store.py", "serve.py", "lock.py")
 # What no caller meets: a name of the envelope's base class, and the code of a row whose client is not there.
 NEVER_ANSWERED = {"client_closed"}
-UNREAD = {"log_bodies"}  # it has one allowed value
 
 
 def section(page: str, heading: str) -> str:
@@ -184,7 +183,7 @@ def test_when_nobody_reads_a_setting_then_it_is_named() -> None:
             if isinstance(node, ast.Attribute):
                 read.add(node.attr)
     read |= {"store_url"}  # by Settings.database_url
-    assert {row.name for row in SETTINGS} - read == UNREAD
+    assert {row.name for row in SETTINGS} - read == set()
 
 
 def test_the_engine_gets_every_setting_that_it_has() -> None:

@@ -99,7 +99,7 @@ class ProfileInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of `policies.PolicyConfig` and of swapping from which the gateway computes the maximum pause."""
+    """Constants of the policy and of swapping, from which the gateway computes the maximum pause."""
 
     levels: int
     base_quantum_us: int

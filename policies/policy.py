@@ -69,11 +69,12 @@ class Policy(Protocol):
         A row that only replayed tokens has work 0 and cost 0.
         """
 
-    def swapped_in(self, seq_id: int) -> None:
-        """The upload of `seq_id` has ended: it may run again, and keeps its slot for a minimum run. Between steps."""
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        """`seq_id` keeps its KV, and should keep its slot, for its next `num_steps` steps; 0 ends this minimum run.
 
-    def is_protected(self, seq_id: int) -> bool:
-        """Whether `seq_id` is still in that minimum run: it should not be chosen as a victim."""
+        The memory counts: it says so when a run begins, after each step of the sequence in it, and when the run ends,
+        also before its time. The policy only ranks by what it was told last. Between steps only.
+        """
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """When each of these live sequences will run next, soonest first; ties in the order they would be picked.

@@ -71,7 +71,6 @@ def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) 
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
         context_len=context_len,
         promotion_percent=config.promotion_percent,
-        min_run_steps=config.swap_min_run_steps,
     )
 
 

@@ -317,7 +317,7 @@ SETTINGS: tuple[Setting, ...] = (
         "swap_min_run_steps",
         "int",
         8,
-        "Steps that a sequence keeps its slot and its blocks after it was swapped in.",
+        "Steps that a sequence keeps its slot and its blocks after it was swapped in, or has computed its KV again.",
         "engine.swap_min_run_steps",
         least=0,
         most=10_000,

@@ -60,11 +60,8 @@ class RandomOrder:
     def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         pass
 
-    def swapped_in(self, seq_id: int) -> None:
+    def protect(self, seq_id: int, num_steps: int) -> None:
         pass
-
-    def is_protected(self, seq_id: int) -> bool:
-        return False
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         ordered = sorted(seq_ids, key=self._rank.__getitem__)

@@ -96,11 +96,8 @@ class ArrivalOrder:
         for row in served:
             self.charged_us[row.seq_id] = self.charged_us.get(row.seq_id, 0) + row.cost_us
 
-    def swapped_in(self, seq_id: int) -> None:
-        assert not self.is_picking and seq_id in self.live
-
-    def is_protected(self, seq_id: int) -> bool:
-        return False
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        assert not self.is_picking and seq_id in self.live and num_steps >= 0
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """In order of arrival; each slot's worth of sequences takes a millisecond."""

@@ -183,12 +183,14 @@ class Reference:
                 head.exhausted = True
                 team.exhausted += 1
 
-    def swapped_in(self, seq_id: int) -> None:
+    def fits_again(self, seq_id: int) -> None:
         seq = self.seqs[seq_id]
         if not seq.team.able():
             self.turn_able(seq.team)
         seq.refused = False
-        seq.min_run_left = self.config.min_run_steps
+
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        self.seqs[seq_id].min_run_left = num_steps
 
     def turn_able(self, team: Team) -> None:
         others = [other.D for other in self.active() if other.able()]
@@ -269,7 +271,6 @@ class Reference:
     def charge(self, seq: Seq, row: Served, now_us: int) -> None:
         seq.attained += row.work_us
         seq.last_service = now_us
-        seq.min_run_left -= seq.min_run_left > 0
         if seq in seq.team.fifo:
             seq.team.fifo.remove(seq)
             seq.exhausted = False

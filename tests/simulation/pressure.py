@@ -111,7 +111,6 @@ class Scenario:
             context_len=CONTEXT_LEN,
             coast=self.coast,
             promotion_percent=self.promotion_percent,
-            min_run_steps=self.min_run_steps,
         )
 
     def config(self, mode: str) -> EngineConfig:

@@ -78,16 +78,17 @@ class WatchedPolicy(EgMlfq):
         self._outcome = outcome
         self._scheduler = scheduler
         self.holder: int | None = None  # of the reservation, when picking began
-        self.landed: dict[int, int] = {}  # when the latest upload of a sequence ended: how many steps had been planned
+        self.landed: dict[int, int] = {}  # steps planned when its latest minimum run began
         self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
 
     def begin(self, now_us: int) -> None:
         self.holder = self._scheduler().memory.reserved_for
         super().begin(now_us)
 
-    def swapped_in(self, seq_id: int) -> None:
-        self.landed[seq_id] = self._scheduler().num_steps
-        super().swapped_in(seq_id)
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        if num_steps > self._sequences[seq_id].min_run_left:
+            self.landed[seq_id] = self._scheduler().num_steps
+        super().protect(seq_id, num_steps)
 
     def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         costs: dict[int, int] = {}
@@ -294,7 +295,9 @@ class MoveChecks:
             if move.kind not in ("out", "drop") or sequence.status is Status.SWAPPED or landed is None:
                 continue
             if num_steps - landed < self._rig.scenario.min_run_steps:
-                text = f"step {num_steps}: sequence {move.seq_id} is moved {num_steps - landed} steps after its upload"
+                text = (
+                    f"step {num_steps}: sequence {move.seq_id} is moved {num_steps - landed} steps into its minimum run"
+                )
                 self._outcome.violate("I13", text)
 
     def look(self, plan: StepPlan, at_us: int) -> None:

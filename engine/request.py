@@ -5,7 +5,7 @@ Each part of a sequence has one writer:
 
 * `Sequence` itself: the scheduler (`engine.step.scheduler`);
 * `Sequence.memory`: the KV memory (`engine.memory`);
-* `Sequence.pause`: the promises about pauses (`engine.step.pauses`);
+* `Sequence.pause`: how long pauses were, and what bounds them (`engine.step.pauses`);
 * `Sequence.bill`: the bills (`engine.memory.billing`).
 
 A sequence's status is nobody's to write: it follows from where the KV is, whether the sequence is in the newest step,
@@ -86,7 +86,6 @@ class Pause:
 
     longest_us: int = 0
     bound_us: int = 0  # the largest bound that held when the sequence began to starve
-    is_starving: bool = False  # its team's starving_after has passed since its latest step
 
 
 @dataclass(slots=True, eq=False)

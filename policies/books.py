@@ -13,7 +13,7 @@ from policies.lag import LagMeter, learn_cost
 from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
 
 
 class MeteredPolicy:
@@ -78,17 +78,18 @@ class MeteredPolicy:
             if sequence.step == 0:
                 self._fresh[sequence] = None
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         """Start picking for one step. Grants of promotion are given out here."""
         assert self._is_settled, "begin before the last step was settled"
         self._is_settled = False
         self._now_us = now_us
-        self._promotions.begin(now_us)
+        starving = self._promotions.begin(now_us)
         self._step += 1
         self._planned = self._meter.active.copy()
         for team in self._taken:
             team.num_taken = 0
         self._taken = []
+        return starving
 
     def _book_taken(self, sequence: RankedSequence, work_us: int) -> None:
         """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""

@@ -29,6 +29,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from policies.accounts import RankedSequence, TeamShare, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
+from policies.sequences import Starving
 
 
 class EgMlfq(MeteredPolicy):
@@ -45,8 +46,13 @@ class EgMlfq(MeteredPolicy):
         self._limit = 0  # no candidate of `_gated` is within it, every one of `_eligible` is, unless `_is_stale`
         self._is_stale = False
 
-    def begin(self, now_us: int) -> None:
-        super().begin(now_us)
+    def begin(self, now_us: int) -> list[Starving]:
+        starving = super().begin(now_us)
+        self._begin_picking()
+        return starving
+
+    def _begin_picking(self) -> None:
+        """Put each team's best candidate on its side of the gate."""
         planned = self._planned
         self._walks = {}
         self._gated = []

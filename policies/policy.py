@@ -9,7 +9,7 @@ A policy has no I/O, no clock and no randomness: the same calls give the same an
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
 
 
 class Policy(Protocol):
@@ -29,8 +29,12 @@ class Policy(Protocol):
     def fits_again(self, seq_id: int) -> None:
         """`seq_id` was refused and would fit now: its team counts as able to run again. Between steps only."""
 
-    def begin(self, now_us: int) -> None:
-        """Start picking for one step: every live sequence is a candidate again."""
+    def begin(self, now_us: int) -> list[Starving]:
+        """Start picking for one step: every live sequence is a candidate again.
+
+        Returns the sequences that have begun to starve since the last call, the first to starve first. A policy that
+        promotes nobody says of nobody that it starves.
+        """
 
     def best(self) -> int | None:
         """The seq_id to try next in this step, or None when no candidate is left. Does not change state."""

@@ -57,7 +57,7 @@ class ServiceSampler:
         """
         interference = self._interference()
         scheduler = self._scheduler
-        longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
+        longest_us = scheduler.pauses.take_longest_us() if scheduler is not None else {}
         bytes_out: dict[int, int] = {}
         bytes_in: dict[int, int] = {}
         for pair in interference:
@@ -87,7 +87,7 @@ class ServiceSampler:
                 starving=team.starving,
                 promoted_us=team.promoted_us - last.promoted_us,
                 overhead_us=team.overhead_us - last.overhead_us,
-                pause_bound_us=scheduler.promises.bound_us(team_id, team.waiting) if scheduler is not None else 0,
+                pause_bound_us=scheduler.pauses.bound_us(team_id, team.waiting) if scheduler is not None else 0,
                 longest_pause_us=longest_us.get(team_id, 0),
                 waiting_levels=team.waiting_levels,
             )
@@ -118,7 +118,7 @@ class ServiceSampler:
             interval_ms=interval_ms,
             teams=tuple(teams),
             interference=interference,
-            lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.memory.take_shortage()),
+            lag_bound_us=scheduler.pauses.lag_bound_us(is_short=scheduler.memory.take_shortage()),
             stall_us=stall_us,
             replayed_tokens=replayed,
             num_raised=raised,

@@ -11,7 +11,7 @@ from fractions import Fraction
 from policies.books import MeteredPolicy
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
-from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamTerms
 
 UNIT = 27_720  # divisible by 1..12, so that the shares of small oracles are whole microseconds
 
@@ -97,6 +97,7 @@ class Driver:
         self.overheads: Callable[[], list[Overhead]] = list  # of each step
         self.trace: list[tuple[int, list[str]]] = []
         self.max_gap = Fraction(0)
+        self.starving: list[Starving] = []  # who began to starve as the latest step began
         self._min_runs: dict[int, int] = {}  # steps left, by sequence: what the memory counts
         self.largest = 0  # the largest cost of one sequence in one step so far, in units
 
@@ -144,7 +145,7 @@ class Driver:
         self._deliver()
         self.between()
         policy, now_us = self.policy, self.now * self.unit
-        policy.begin(now_us)
+        self.starving = policy.begin(now_us)
         picked: list[int] = []
         tried: set[int] = set()
         while len(picked) < self.slots:

@@ -6,6 +6,7 @@ computes in fractions.
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,8 +30,9 @@ def same_schedule(scenario: Scenario, steps: int = 60) -> None:
 
 
 def same_promotions(fast: Driver, slow: Driver) -> None:
-    """Budgets, queues, grants, and who has been promoted how often."""
+    """Budgets, queues, grants, who has begun to starve, and who has been promoted how often."""
     reference: Reference = slow.policy  # type: ignore[assignment]
+    assert sorted(fast.starving, key=attrgetter("seq_id")) == sorted(slow.starving, key=attrgetter("seq_id"))
     for service in fast.policy.team_service():
         team = reference.teams[service.team_id]
         if reference.config.promotion_percent:

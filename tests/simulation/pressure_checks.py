@@ -19,7 +19,7 @@ from engine.step.scheduler import Scheduler
 from engine.wire.messages import StepDone
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
-from policies.sequences import Overhead, Served
+from policies.sequences import Overhead, Served, Starving
 from tests.simulation.pressure import Rig
 
 IDS = ("I1", "I2", "I5", "I6", "I12", "I13", "I15", "O17", "O17b", "charges", "crash")
@@ -81,9 +81,9 @@ class WatchedPolicy(EgMlfq):
         self.landed: dict[int, int] = {}  # steps planned when its latest minimum run began
         self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         self.holder = self._scheduler().memory.reserved_for
-        super().begin(now_us)
+        return super().begin(now_us)
 
     def protect(self, seq_id: int, num_steps: int) -> None:
         if num_steps > self._sequences[seq_id].min_run_left:

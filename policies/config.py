@@ -2,7 +2,7 @@
 
 Everything here follows from the step profile and the settings, is fixed for the life of a policy, and is an integer,
 so that the same configuration and the same events give the same schedule. What also depends on the teams' weights
-(Theta, u) is worked out by `policies.lag` whenever the table of teams changes.
+(Theta, u) is worked out by `policies.bounds` whenever the table of teams changes.
 """
 
 from dataclasses import dataclass

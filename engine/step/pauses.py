@@ -7,7 +7,7 @@ sequences of its team that starve before it, and kept beside the longest pause i
 from collections.abc import Iterable
 
 from engine.request import Sequence
-from policies.bounds import gate_width, pause_bound_us, step_width
+from policies.bounds import lag_bound, pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
 
@@ -62,11 +62,7 @@ class Pauses:
         weights = [terms.weight for terms in self._teams.values()]
         if self._shares is None or not weights:
             return 0.0
-        theta = gate_width(self._shares, weights)
-        if theta is None:
-            return 0.0
-        width = theta + 2 * step_width(self._shares, weights)
-        return float(2 * width if is_short else width)
+        return float(lag_bound(self._shares, weights, is_short=is_short) or 0)
 
     def starve(self, sequence: Sequence, num_ahead: int) -> None:
         """It begins to starve, as the policy says, behind so many of its team that have not run since they did."""

@@ -1,7 +1,7 @@
 """The gap between teams at any number of slots, promotions, minimum runs and coasting included.
 
 Unit of fairness: the largest difference of two able teams' lag D after a step, in decode steps per unit of weight,
-against Theta + 2u (`policies.lag.lag_bound`).
+against Theta + 2u (`policies.bounds.lag_bound`).
 """
 
 import random

@@ -108,15 +108,15 @@ class WatchedPolicy(EgMlfq):
         meter, outcome = self._meter, self._outcome
         able = [team for team in meter.active if team.is_able]
         weights = sum(team.weight for team in meter.teams.values())
-        assert meter.theta is not None
-        bound = 2 * meter.theta + 4 * meter.step_max  # times scale
+        assert meter.widths is not None
+        bound = meter.widths.wide  # times scale
         if len(able) > 1:
             lags = [team.lag for team in able]
             gap = max(lags) - min(lags)
             if gap / bound > outcome.gap_of_bound:
                 outcome.gap_of_bound = gap / bound
                 outcome.gap_us, outcome.theta_us, outcome.step_us = (
-                    value / meter.scale for value in (gap, meter.theta, meter.step_max)
+                    value / meter.scale for value in (gap, meter.widths.theta, meter.widths.step)
                 )
             if gap > bound:
                 text = f"gap {gap / meter.scale:.0f} of {bound / meter.scale:.0f} us"

@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: int = 4 * 1024**3  # for swapped-out KV; 0 is no host pool
     memory_preemption: str = "proactive"  # or reactive, recompute, none: how blocks are taken from paused sequences
     swap_benefit: int = 2  # gamma: a sequence is swapped out only if its turn is this many round trips away
-    swap_min_run_steps: int = 8  # m: steps for which a sequence keeps its slot and blocks after it was swapped in
+    swap_min_run_steps: int = 8  # m: steps for which a sequence keeps its slot and blocks after its KV came back
     swap_link_percent: int = 60  # kappa: the largest part of the link's time that swapping may use
     promotion_percent: int = 20  # eta: work of promotions in the long run, in percent of time; 0 turns them off
     max_queued_requests: int = 4096  # then only teams with less than an equal part are let in

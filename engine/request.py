@@ -5,7 +5,7 @@ Each part of a sequence has one writer:
 
 * `Sequence` itself: the scheduler (`engine.step.scheduler`);
 * `Sequence.memory`: the KV memory (`engine.memory`);
-* `Sequence.pause`: the promises about pauses (`engine.step.pauses`);
+* `Sequence.pause`: how long pauses were, and what bounds them (`engine.step.pauses`);
 * `Sequence.bill`: the bills (`engine.memory.billing`).
 
 Nobody writes a sequence's status. It follows from where the KV is, from whether the sequence is in the newest step, and
@@ -86,7 +86,6 @@ class Pause:
 
     longest_us: int = 0
     bound_us: int = 0  # the largest of the bounds that held when the sequence began to starve; 0 if it never starved
-    is_starving: bool = False  # the team's starving_after has passed since the sequence's latest step
 
 
 @dataclass(slots=True, eq=False)

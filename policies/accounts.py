@@ -63,7 +63,7 @@ class RankedSequence:
         self.is_away = False  # its KV is on the host, or on the way there or back
         self.is_refused = False  # when last tried, its blocks were missing or on their way
         self.step = 0  # the last step it was taken into
-        self.min_run_left = 0  # steps in which it still keeps its slot
+        self.min_run_left = 0  # steps in which it still keeps its slot, as the memory says
         self.grant_left = 0  # work it may still do in lane P
         self.last_service = 0  # when its last step ended; its arrival until then
         self.is_starving = False  # in its team's promotion queue

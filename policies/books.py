@@ -13,7 +13,7 @@ from policies.lag import LagMeter, learn_cost
 from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
 
 
 class MeteredPolicy:
@@ -78,17 +78,18 @@ class MeteredPolicy:
             if sequence.step == 0:
                 self._fresh[sequence] = None
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         """Start picking for one step. Grants of promotion are given out here."""
         assert self._is_settled, "begin before the last step was settled"
         self._is_settled = False
         self._now_us = now_us
-        self._promotions.begin(now_us)
+        starving = self._promotions.begin(now_us)
         self._step += 1
         self._planned = self._meter.active.copy()
         for team in self._taken:
             team.num_taken = 0
         self._taken = []
+        return starving
 
     def _book_taken(self, sequence: RankedSequence, work_us: int) -> None:
         """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""
@@ -206,17 +207,16 @@ class MeteredPolicy:
             self._meter.num_refused -= 1
         self._meter.exit(team)
 
-    def swapped_in(self, seq_id: int) -> None:
-        """Its blocks are back: it is no longer refused, and its minimum run begins."""
-        self.fits_again(seq_id)
-        if self._config.min_run_steps:
-            sequence = self._sequences[seq_id]
-            sequence.min_run_left = self._config.min_run_steps
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        """Its minimum run begins, goes on or ends. Raises KeyError for a sequence that is not here."""
+        assert self._is_settled, "protect within a step"
+        sequence = self._sequences[seq_id]
+        was_kept = sequence.min_run_left > 0
+        sequence.min_run_left = num_steps
+        if num_steps and not was_kept:
             sequence.team.levels.keep(sequence)
-
-    def is_protected(self, seq_id: int) -> bool:
-        """It has not yet run `min_run_steps` steps since its upload."""
-        return self._sequences[seq_id].min_run_left > 0
+        elif was_kept and not num_steps:
+            sequence.team.levels.end_keep(sequence)
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """By `policies.next_turn`. Raises KeyError for a sequence that is not here."""

@@ -24,6 +24,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
+from policies.sequences import Starving
 
 _WHOLE = 100  # promotion_percent is in percent
 _SLACK = 64  # entries of ended sequences that may stay in the heap beside the live ones
@@ -69,8 +70,8 @@ class Budget:
 
 
 class Promotions:
-    """Owns who starves, the promotion queues, the budgets and the grants. Costs nothing for those that do not starve:
-    each sequence is looked at once in alpha, each budget when it can pay.
+    """Owns who starves, the promotion queues, the budgets and the grants, and says when a sequence begins to starve.
+    Costs nothing for those that do not: each sequence is looked at once in alpha, each budget when it can pay.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -128,10 +129,11 @@ class Promotions:
         if self._gone > len(self._due) // 2 + _SLACK:
             self._rebuild()
 
-    def begin(self, now_us: int) -> None:
-        """Queue those that starve by now, and give out the grants that budgets can pay."""
+    def begin(self, now_us: int) -> list[Starving]:
+        """Queue those that starve by now, and give out the grants that budgets can pay. Returns who has been queued."""
         due = self._due
         self._begun_us = now_us
+        starving: list[Starving] = []
         while due and due[0][0] <= now_us:
             entry_us, place, sequence = due[0]
             if sequence.last_service < 0:
@@ -144,6 +146,7 @@ class Promotions:
                 continue
             heappop(due)
             budget = self._budgets[sequence.team]
+            starving.append(Starving(sequence.seq_id, self._num_ahead(budget, now_us)))
             sequence.is_starving = True
             budget.queue[sequence] = None
             if len(budget.queue) == 1:
@@ -157,6 +160,13 @@ class Promotions:
             for budget in self._to_look:
                 self._look(budget, now_us)
             self._to_look.clear()
+        return starving
+
+    def _num_ahead(self, budget: Budget, now_us: int) -> int:
+        """How many of a team starve already: its queue, and the holder of its grant while that has not run either."""
+        granted = budget.team.levels.granted
+        is_waiting = granted is not None and granted.last_service + budget.team.terms.starving_after_us <= now_us
+        return len(budget.queue) + is_waiting
 
     def _look(self, budget: Budget, now_us: int) -> None:
         """Open a grant for the head of the queue, or note when there is enough for one."""

@@ -65,6 +65,14 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Starving:
+    """A sequence that has begun to starve: its team's `starving_after` has passed since its last step."""
+
+    seq_id: int
+    num_ahead: int  # sequences of its team that began to starve before it, and have not run since
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """When a sequence will probably run next: its ENST (FastServe, arXiv 2305.05920, section on KV swapping)."""
 

@@ -14,9 +14,7 @@ from engine.request import Sequence
 from policies.policy import Policy
 
 
-def make_claims_fit(
-    starts: Starts, view: MemoryView, policy: Policy, weights: Mapping[int, int], num_steps: int
-) -> list[Move]:
+def make_claims_fit(starts: Starts, view: MemoryView, policy: Policy, weights: Mapping[int, int]) -> list[Move]:
     """Teams that are more over-served than the holder's, and whose claims are more than their share of the blocks, drop
     KV, on either side, the most over-served team's first and of it the fewest computed tokens. Nobody does when that
     leaves no claim, or when the holder's team would have more than its own share, unless it has nothing started.
@@ -54,7 +52,7 @@ def make_claims_fit(
         if sequence.request.team_id in rank
         and sequence.memory.place in (Place.DEVICE, Place.HOST)
         and not sequence.is_half
-        and not view.is_protected(sequence, num_steps)
+        and not sequence.memory.is_protected
     ]
     may.sort(
         key=lambda sequence: (

@@ -11,14 +11,13 @@ For `engine.memory.planner`, which says for whom and under which guards. Each wa
 | `make_room_at_any_cost` | everybody, whatever the guards say | nobody goes | yes |
 """
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
+from engine.memory.moves import Away, Move, Need, Pools, Resident
 from policies.sequences import Turn
 
 
@@ -100,17 +99,14 @@ class Room:
         away: Sequence[Away],
         turns: Sequence[Turn],
         over_served: Callable[[Collection[int]], Sequence[int]],
-        *,
-        is_forced: bool = False,
     ) -> None:
         self.pools = pools
         self.free, self.incoming, self.host_free, self.link_us = (
             pools.free,
             pools.incoming,
             pools.host_free,
-            sys.maxsize if is_forced else pools.link_us,
+            pools.link_us,
         )
-        self.is_forced = is_forced
         self.moves: list[Move] = []
         self.away = {sequence.seq_id: sequence for sequence in away}
         self.spared: set[int] = set()  # those room was made for
@@ -178,7 +174,7 @@ class Room:
         self._commit(self._choose(victims, missing), missing, team_id, -1)
 
     def make_room_at_any_cost(self, missing: int, need: Need) -> bool:
-        """Free `missing` blocks when nothing can run. The link's budget is no bound then: `link_us` is huge."""
+        """Free `missing` blocks when nothing can run. The link's budget is no bound then: `pools.link_us` is huge."""
         victims = [victim for victim in self._victims if victim.seq_id not in self.spared]
         if not _has_blocks(victims, missing):
             return False
@@ -186,29 +182,6 @@ class Room:
         if choice.freed < missing:
             self._drop_some(choice, victims, missing)
         return self._commit_what_fits(choice, missing, need)
-
-    def clear(
-        self,
-        missing: int,
-        *,
-        for_seq: int,
-        team_id: int | None,
-        is_g1: bool = True,
-        may_drop: bool = False,
-        is_ahead: bool = False,
-    ) -> bool:
-        """One of the methods above, as the planner still asks for it."""
-        if is_ahead:
-            self.make_room_ahead(missing, team_id)
-            return False  # nobody asks
-        assert team_id is not None, "a sequence that needs room has a team"
-        need = Need(for_seq, team_id, Kind.START, missing)
-        if self.is_forced:
-            return self.make_room_at_any_cost(missing, need)
-        if is_g1:
-            return self.make_room_for_claim(missing, need)
-        make_room = self.make_room_for_growth if may_drop else self.make_room_for_holder
-        return make_room(missing, need)
 
     # -- who goes ----------------------------------------------------------------------------------------------------
 

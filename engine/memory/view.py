@@ -12,7 +12,6 @@ from engine.request import Sequence
 from policies.cost import StepProfile
 
 RESERVE_STEPS = 4  # H of guard G4
-_PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
 _NEARLY_FULL = 8  # less than one block in so many is free
 
 
@@ -122,22 +121,15 @@ class MemoryView:
         host = self._memory.host
         return host.num_free * _NEARLY_FULL < host.num_blocks
 
-    def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
+    def sequences(self, away: Iterable[Sequence]) -> tuple[list[Resident], list[Away]]:
         """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
-        residents = [self._resident(sequence, num_steps) for sequence in self.resident.values()]
+        residents = [self._resident(sequence) for sequence in self.resident.values()]
         return residents, [self._away(sequence) for sequence in away if sequence.memory.place is Place.HOST]
 
     def forget_away(self, sequence: Sequence) -> None:
         """It is no longer away, if it was."""
         self.away.pop(sequence.seq_id, None)
         self._away_views.pop(sequence.seq_id, None)
-
-    def is_protected(self, sequence: Sequence, num_steps: int) -> bool:
-        """G2: it is in its minimum run, and that has not lapsed."""
-        return sequence.memory.min_run_left > 0 and (
-            sequence.memory.uploaded_step is None
-            or num_steps - sequence.memory.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
-        )
 
     def _away(self, sequence: Sequence) -> Away:
         """Nothing of it changes while it is on the host."""
@@ -153,7 +145,7 @@ class MemoryView:
             )
         return found
 
-    def _resident(self, sequence: Sequence, num_steps: int) -> Resident:
+    def _resident(self, sequence: Sequence) -> Resident:
         table = sequence.memory.table
         seq_id, num_computed, num_blocks = sequence.seq_id, sequence.num_computed, len(table.blocks)
         num_used = -(-num_computed // self._block_size)
@@ -167,7 +159,7 @@ class MemoryView:
             seq_id not in self.half,
             num_computed,
             sequence.work_us,
-            self.is_protected(sequence, num_steps),
+            sequence.memory.is_protected,
             not sequence.is_running,
             0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )

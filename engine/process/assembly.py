@@ -19,7 +19,7 @@ from engine.process.listener import EngineIdentity
 from engine.process.samples import ServiceSampler
 from engine.step.core import EngineCore
 from engine.step.log import StepLog, StepLogStart
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import PROTOCOL_VERSION, Hello, PolicyInfo, ProfileInfo
 from policies.catalog import make_policy
@@ -72,7 +72,6 @@ def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) 
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
         context_len=context_len,
         promotion_percent=config.promotion_percent,
-        min_run_steps=config.swap_min_run_steps,
     )
 
 
@@ -118,7 +117,7 @@ def assemble(
         policy = make_policy(config.policy, constants)
     except ValueError as error:
         raise StartError(str(error)) from None
-    has_promises = policy.name == EgMlfq.name
+    has_bounds = policy.name == EgMlfq.name
     upload_us = _upload_max_us(config, parts)
     rate_percent = least_rate_percent(config) if upload_us else 100
     scheduler = Scheduler(
@@ -129,7 +128,7 @@ def assemble(
         eos_token_ids=parts.model.eos_token_ids,
         num_host_blocks=parts.num_host_blocks,
         block_copy_us=parts.block_copy_us,
-        promises=Promises(constants if has_promises else None, upload_us, rate_percent),
+        pauses=Pauses(constants if has_bounds else None, upload_us, rate_percent),
     )
     step_log = _open_step_log(config, scheduler, identity, tell)
     core = EngineCore(config, scheduler, parts.runner, parts.clock, parts.model, step_log)
@@ -158,7 +157,7 @@ def assemble(
         block_bytes=parts.block_bytes,
         block_copy_us=parts.block_copy_us,
         memory_preemption=scheduler.memory.mode,
-        constants=_policy_info(constants, upload_us, rate_percent) if has_promises else None,
+        constants=_policy_info(constants, upload_us, rate_percent) if has_bounds else None,
     )
     return core, ServiceSampler(policy, parts.clock.now_us(), scheduler, parts.block_bytes), hello
 

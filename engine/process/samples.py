@@ -97,7 +97,7 @@ class ServiceSampler:
             interval_ms=interval_ms,
             teams=tuple(teams),
             interference=interference,
-            lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.memory.take_shortage()),
+            lag_bound_us=scheduler.pauses.lag_bound_us(is_short=scheduler.memory.take_shortage()),
             stall_us=stall_us,
             replayed_tokens=replayed,
             num_raised=raised,
@@ -113,7 +113,7 @@ class ServiceSampler:
     ) -> dict[int, dict[str, Any]]:
         """The engine's own counters of the interval, by team and name: those that are not `CountedByPolicy`."""
         scheduler = self._scheduler
-        longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
+        longest_us = scheduler.pauses.take_longest_us() if scheduler is not None else {}
         swapped: Counter[tuple[int, str]] = Counter()
         for pair in interference:
             swapped[pair.victim_id, "out"] += pair.bytes_out
@@ -128,7 +128,7 @@ class ServiceSampler:
                 "bytes_swapped_out": swapped[team_id, "out"],
                 "bytes_swapped_in": swapped[team_id, "in"],
                 "longest_pause_us": longest_us.get(team_id, 0),
-                "pause_bound_us": scheduler.promises.bound_us(team_id, team.waiting) if scheduler is not None else 0,
+                "pause_bound_us": scheduler.pauses.bound_us(team_id, team.waiting) if scheduler is not None else 0,
             }
         return found
 

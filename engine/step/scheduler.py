@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.memory.manager import MemoryManager, Place
 from engine.plan import Row, StepPlan, StepResult
 from engine.request import Request, Sequence
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.wire.messages import FinishReason, TokenEvent
 from policies.cost import StepProfile
 from policies.policy import Policy
@@ -70,7 +70,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         num_host_blocks: int = 0,
         block_copy_us: float = 0.0,
-        promises: Promises | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         self.policy = policy
         self._config = config
@@ -81,7 +81,7 @@ class Scheduler:
         self.memory = MemoryManager(
             config, policy, profile, self._sequences, num_device_blocks, num_host_blocks, block_copy_us
         )
-        self.promises = promises or Promises(None, 0)
+        self.pauses = pauses or Pauses(None, 0)
         self._ran_last: list[Sequence] = []
         self._open: _Picked | None = None
         self._next_seq_id = 0
@@ -109,7 +109,7 @@ class Scheduler:
     def configure(self, teams: Collection[TeamTerms], now_us: int) -> None:
         """Replace the table of teams."""
         self.policy.configure(teams, now_us)
-        self.promises.configure(teams)
+        self.pauses.configure(teams)
         self.memory.configure(teams)
 
     def add(self, request: Request, now_us: int) -> Sequence:
@@ -139,7 +139,6 @@ class Scheduler:
         sequence.last_us = request.arrival_us
         self._sequences[seq_id] = sequence
         self.memory.add(sequence)
-        self.promises.watch(sequence)
         return sequence
 
     def end(self, seq_id: int, reason: FinishReason, now_us: int) -> Sequence | None:
@@ -174,7 +173,6 @@ class Scheduler:
         memory = self.memory
         if not self._sequences and not memory.is_copying:
             return None
-        self.promises.look(now_us, len(self._sequences))
         copies = memory.prepare(self._ran_last, self._next_step_id, now_us)
         for sequence in copies.displaced:
             sequence.is_running = False
@@ -198,7 +196,8 @@ class Scheduler:
         policy, memory, live = self.policy, self.memory, self._sequences
         picked = _Picked([], [], [], [])
         tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
-        policy.begin(now_us)
+        for starving in policy.begin(now_us):
+            self.pauses.starve(live[starving.seq_id], starving.num_ahead)
         memory.begin()
         while slots_left and tokens_left:
             seq_id = policy.best()
@@ -232,8 +231,8 @@ class Scheduler:
         if sequence.first_step_us is None:
             sequence.first_step_us = now_us
         pause_us = now_us - sequence.last_us
-        if not sequence.is_running or pause_us > sequence.pause.longest_us or sequence.pause.is_starving:
-            self.promises.over(sequence, pause_us)
+        if not sequence.is_running or pause_us > sequence.pause.longest_us:
+            self.pauses.over(sequence, pause_us)
         picked.rows.append(row)
         picked.sequences.append(sequence)
         picked.works_us.append(work_us)
@@ -358,7 +357,7 @@ class Scheduler:
         sequence.is_running = False
         sequence.finish_reason = reason
         sequence.ended_us = now_us
-        self.promises.over(sequence, now_us - sequence.last_us)
+        self.pauses.over(sequence, now_us - sequence.last_us)
         sequence.num_promotions = self.policy.num_promotions(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         self.policy.leave(sequence.seq_id, now_us)

@@ -328,8 +328,8 @@ SETTINGS: tuple[Setting, ...] = (
         "swap_min_run_steps",
         "int",
         8,
-        "Minimum run: steps of its own for which a sequence that was swapped in keeps its blocks, and keeps its slot "
-        "while its team is eligible.",
+        "Minimum run: steps of its own for which a sequence that was swapped in, or has computed its KV again, keeps "
+        "its blocks, and keeps its slot while its team is eligible.",
         "engine.swap_min_run_steps",
         least=0,
         most=10_000,

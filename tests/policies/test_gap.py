@@ -28,7 +28,6 @@ def crowded(seed: int) -> tuple[Driver, Fraction]:
     settings = replace(
         config((2, 4, 8, 16), theta=theta, u=1, promotion_percent=source.choice([0, 20])),
         grant_us=4 * UNIT,
-        min_run_steps=3,
         coast=source.choice([False, True]),
         coast_completions_min=2,
     )
@@ -59,7 +58,7 @@ def crowded(seed: int) -> tuple[Driver, Fraction]:
 
     def upload() -> None:
         if source.randrange(20) == 0:
-            driver.policy.swapped_in(source.choice(list(driver.live)))
+            driver.upload(source.choice(list(driver.live)), 3)
 
     driver.between = upload
     bound = lag_bound(settings, weights.values())

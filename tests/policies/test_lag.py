@@ -25,20 +25,20 @@ def terms(*weights: int) -> list[TeamTerms]:
 def test_theta_and_u_follow_the_configured_weights() -> None:
     shares = meter(fairness_window_us=1_000_000, base_quantum_us=50_000, step_cost_max_us=250_000)
     shares.configure(terms(4, 2, 2))
-    assert shares.theta is not None
-    assert Fraction(shares.theta, shares.scale) == 125_000, "tau_f * R_0 over the sum of weights"
-    assert Fraction(shares.step_max, shares.scale) == 125_000, "250 ms over the least weight"
+    assert shares.widths is not None
+    assert Fraction(shares.widths.theta, shares.scale) == 125_000, "tau_f * R_0 over the sum of weights"
+    assert Fraction(shares.widths.step, shares.scale) == 125_000, "250 ms over the least weight"
     shares.configure(terms(*[1] * 100))
-    assert Fraction(shares.theta, shares.scale) == 50_000, "never less than the cost of the first quantum"
+    assert Fraction(shares.widths.theta, shares.scale) == 50_000, "never less than the cost of the first quantum"
 
 
 def test_theta_may_be_given_or_infinite() -> None:
     given = meter(theta_us=7)
     given.configure(terms(3, 2))
-    assert given.theta == 7 * given.scale == 42
+    assert given.widths is not None and given.widths.theta == 7 * given.scale == 42
     infinite = meter(is_gated=False)
     infinite.configure(terms(3, 2))
-    assert infinite.theta is None
+    assert infinite.widths is None
 
 
 @pytest.mark.case("C08")

@@ -133,10 +133,10 @@ def test_asking_changes_nothing() -> None:
 
 def kept(level: int, challenger: int, promotion: int = 0, team: int = A) -> list[str]:
     """X at `level` has just been uploaded; then one at level `challenger` comes. Who runs in the next five steps?"""
-    settings = config((100, 200, 400, 800), theta=100, min_run_steps=3, promotion_percent=promotion, grant_us=UNIT)
+    settings = config((100, 200, 400, 800), theta=100, promotion_percent=promotion, grant_us=UNIT)
     driver = Driver(settings, {A: 1, B: 1}, alpha=4)
     x = driver.add(A, 0, 50, level=level, label="X")
-    driver.policy.swapped_in(x)
+    driver.upload(x, 3)
     driver.add(team, 0, 50, level=challenger, label="Y")
     return [driver.step()[0] for _ in range(5)]
 
@@ -155,49 +155,55 @@ def test_two_levels_better_displace_it(team: int) -> None:
 
 
 def test_lane_p_displaces_it() -> None:
-    driver = Driver(config((100, 200), theta=0, promotion_percent=20, grant_us=UNIT, min_run_steps=9), {A: 1}, alpha=4)
+    driver = Driver(config((100, 200), theta=0, promotion_percent=20, grant_us=UNIT), {A: 1}, alpha=4)
     x = driver.add(A, 0, 50, label="X")
     driver.add(A, 0, 50, level=1, label="Y")
-    driver.policy.swapped_in(x)
+    driver.upload(x, 9)
     driver.run(until=8)
     assert driver.starts("Y") == [4]
 
 
 def test_its_own_teams_ineligibility_displaces_it() -> None:
-    driver = Driver(config((100, 200), theta=0, min_run_steps=9), {A: 1, B: 1})
+    driver = Driver(config((100, 200), theta=0), {A: 1, B: 1})
     x = driver.add(A, 0, 50, label="X")
     driver.add(B, 0, 50, level=1, label="Y")
-    driver.policy.swapped_in(x)
+    driver.upload(x, 9)
     assert [driver.step()[0] for _ in range(4)] == ["X", "Y", "X", "Y"]
 
 
-def test_protection_lasts_for_its_own_steps_and_moves_with_its_level() -> None:
-    driver = Driver(config((1, 2, 4, 8), theta=0, min_run_steps=3), {A: 1})
+def test_when_a_minimum_run_ends_the_level_counts_again() -> None:
+    """X is demoted once in its run of three steps; Y waits two levels above where X ends."""
+    driver = Driver(config((1, 2, 4, 8), theta=0), {A: 1})
     x = driver.add(A, 0, 50, label="X")
-    driver.policy.swapped_in(x)
-    driver.policy.swapped_in(x)
-    protected = []
-    for _ in range(5):
-        protected.append(driver.policy.is_protected(x))
-        driver.step()
-    assert protected == [True, True, True, False, False]
+    driver.upload(x, 1)
+    driver.upload(x, 3)
+    driver.add(A, 0, 50, label="Y")
+    assert [driver.step()[0] for _ in range(4)] == ["X", "X", "X", "Y"]
     assert driver.policy.level(x) == 2
-    driver.policy.swapped_in(x)
+
+
+def test_when_the_memory_ends_a_minimum_run_early_so_does_the_policy() -> None:
+    driver = Driver(config((100, 200, 400), theta=0), {A: 1})
+    x = driver.add(A, 0, 50, level=1, label="X")
+    driver.upload(x, 3)
+    driver.add(A, 0, 50, label="Y")
+    assert driver.step() == ["X"]
+    driver.policy.protect(x, 0)
+    assert driver.step() == ["Y"]
+    driver.upload(x, 2)
     driver.abort(x)
-    y = driver.add(A, 0, 5)
-    assert not driver.policy.is_protected(y)
-    driver.run()
+    driver.run(until=8)
 
 
 def test_a_coasting_team_keeps_an_upload_running_too() -> None:
-    settings = config((1, 2, 4), theta=0, coast=True, min_run_steps=3)
+    settings = config((1, 2, 4), theta=0, coast=True)
     driver = Driver(settings, {A: 1})
     for _ in range(8):
         driver.add(A, 0, 10)
     driver.run()
     driver.add(A, 0, 10, label="first")
     second = driver.add(A, 0, 10, label="second")
-    driver.policy.swapped_in(second)
+    driver.upload(second, 3)
     assert [driver.step()[0] for _ in range(4)] == ["second", "second", "second", "first"]
 
 

@@ -6,6 +6,7 @@ pick and computes in fractions.
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,8 +30,9 @@ def same_schedule(scenario: Scenario, steps: int = 60) -> None:
 
 
 def same_promotions(fast: Driver, slow: Driver) -> None:
-    """Budgets, queues, grants, and who has been promoted how often."""
+    """Budgets, queues, grants, who has begun to starve, and who has been promoted how often."""
     reference: Reference = slow.policy  # type: ignore[assignment]
+    assert sorted(fast.starving, key=attrgetter("seq_id")) == sorted(slow.starving, key=attrgetter("seq_id"))
     for service in fast.policy.team_service():
         team = reference.teams[service.team_id]
         if reference.config.promotion_percent:
@@ -43,7 +45,6 @@ def same_promotions(fast: Driver, slow: Driver) -> None:
         )
     for seq_id in fast.live:
         assert fast.policy.num_promotions(seq_id) == reference.seqs[seq_id].promotions
-        assert fast.policy.is_protected(seq_id) == (reference.seqs[seq_id].min_run_left > 0)
 
 
 @pytest.mark.parametrize("hundred", range(7))

@@ -51,7 +51,6 @@ def engine_with(
         fairness_window_us=window_us,
         chunk_tokens=8,
         context_len=1024,
-        min_run_steps=settings.get("swap_min_run_steps", 8),
     )
     engine = Engine(
         blocks=blocks,

@@ -180,7 +180,6 @@ def build(scenario: Scenario) -> tuple[Engine, Checker]:
         fairness_window_us=5000,
         chunk_tokens=scenario.chunk,
         context_len=CONTEXT_LEN,
-        min_run_steps=scenario.min_run,
     )
     engine = Engine(
         blocks=scenario.device_blocks,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.memory.moves import Away, Move, Pools, Resident
+from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
 from engine.memory.room import Room
 from policies.sequences import Turn
 
@@ -53,17 +53,17 @@ ASKER, PAYER = 5, 7  # the sequence that room is made for, and its team
 
 def for_claim(one: Room, missing: int) -> bool:
     """For a newcomer or an upload: all that it needs, or nobody goes."""
-    return one.clear(missing, for_seq=ASKER, team_id=PAYER)
+    return one.make_room_for_claim(missing, Need(ASKER, PAYER, Kind.START, missing))
 
 
 def for_growth(one: Room, missing: int) -> bool:
     """For a sequence that has a slot: whoever ranks behind it, and what is free sooner is welcome."""
-    return one.clear(missing, for_seq=ASKER, team_id=PAYER, is_g1=False, may_drop=True)
+    return one.make_room_for_growth(missing, Need(ASKER, PAYER, Kind.GROW, missing))
 
 
 def ahead(one: Room, missing: int) -> None:
     """For nobody in particular; the first victim's team pays."""
-    one.clear(missing, for_seq=-1, team_id=None, is_ahead=True)
+    one.make_room_ahead(missing, None)
 
 
 def test_blocks_on_their_way_are_taken_where_none_are_free() -> None:
@@ -126,6 +126,7 @@ def test_when_the_host_is_full_the_least_computed_is_dropped() -> None:
 
 def test_without_a_host_a_half_prefilled_one_is_not_dropped() -> None:
     one = room(resident(1, 2), resident(2, 2, is_whole=False), order=(5, 1, 2), can_swap=False)
+    assert not for_claim(one, 3)
     assert for_claim(one, 1)
     assert (moved(one), one.free, one.link_us) == ([("drop", 1)], 2, 1000)
 

@@ -60,11 +60,10 @@ def test_the_constants_are_those_of_settings_and_profile() -> None:
         prefill_chunk_tokens=64,
         max_batch_tokens=32,
         promotion_percent=11,
-        swap_min_run_steps=5,
         coast=False,
     )
     found = policy_config(config, profile, 1000)
     assert (found.levels, found.fairness_window_us, found.promotion_percent) == (3, 250_000, 11)
-    assert (found.min_run_steps, found.coast) == (5, False)
+    assert not found.coast
     assert found.step_cost_max_us == 100 + 32 * 10, "a chunk is never more than a step's tokens"
     assert found.base_quantum_us == 2 * (100 + 20)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.process.samples import INTERVAL_US, LOOK_US, ServiceSampler
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.wire.messages import ConfigureTeams
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
@@ -108,7 +108,7 @@ def test_samples_tell_of_swaps_pauses_bounds_and_who_cost_whom_what() -> None:
         block_size=4,
         max_batch_size=2,
         teams=(team(0, weight=3), team(1)),
-        promises=Promises(constants, 600),
+        pauses=Pauses(constants, 600),
     )
     sampler = ServiceSampler(engine.policy, 0, engine.scheduler, block_bytes=1024)
     for team_id in (0, 1):

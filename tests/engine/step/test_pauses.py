@@ -1,6 +1,6 @@
 """Pauses beside what is promised: who starves, and which bound holds."""
 
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.wire.messages import ConfigureTeams, TeamEntry
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
@@ -12,9 +12,7 @@ from tests.support.engine.simple_engine import Engine, submit, team
 def test_a_pause_bound_is_kept_from_the_moment_a_request_starves() -> None:
     constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
     terms = TeamTerms(0, starving_after_us=5000)
-    engine = Engine(
-        policy=EgMlfq(constants), max_batch_size=1, teams=(), promises=Promises(constants, 0), block_size=16
-    )
+    engine = Engine(policy=EgMlfq(constants), max_batch_size=1, teams=(), pauses=Pauses(constants, 0), block_size=16)
     engine.core.configure(
         ConfigureTeams(
             teams=(TeamEntry(team_id=0, weight=1, start_level=0, starving_after_us=5000, promotion_burst_grants=4),)
@@ -32,9 +30,7 @@ def test_a_pause_bound_is_kept_from_the_moment_a_request_starves() -> None:
 
 def test_a_shorter_starving_after_holds_for_those_that_wait_already() -> None:
     constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
-    engine = Engine(
-        policy=EgMlfq(constants), max_batch_size=1, teams=(team(0), team(1)), promises=Promises(constants, 0)
-    )
+    engine = Engine(policy=EgMlfq(constants), max_batch_size=1, teams=(team(0), team(1)), pauses=Pauses(constants, 0))
     for index in range(4):
         engine.core.add(submit(f"r{index}", prompt=1, output=9))
     engine.core.step()

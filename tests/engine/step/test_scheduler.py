@@ -7,7 +7,7 @@ from engine.plan import StepPlan, StepResult
 from engine.request import Request, Status
 from engine.step.scheduler import ArrivalError, Scheduler
 from engine.wire.messages import SamplingParams
-from policies.sequences import TeamTerms
+from policies.sequences import Starving, TeamTerms
 from tests.support.engine.simple_engine import UNIT_PROFILE, ArrivalOrder
 
 
@@ -114,9 +114,9 @@ def test_losing_the_slot_is_counted_and_keeps_the_blocks() -> None:
             live = sorted(self.live)
             return live[self.turn % len(live)]
 
-        def begin(self, now_us: int) -> None:
+        def begin(self, now_us: int) -> list[Starving]:
             self.turn += 1
-            super().begin(now_us)
+            return super().begin(now_us)
 
     alternating = Alternating()
     alternating.configure([TeamTerms(0)], 0)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Collection, Iterable, Sequence
 
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
 
 
 class RandomOrder:
@@ -30,10 +30,11 @@ class RandomOrder:
     def fits_again(self, seq_id: int) -> None:
         pass
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         self._tried = set()
         if self._rng.random() < 0.3:  # a ranking lasts a few steps, so that an upload comes in time for its turn
             self._rank = {seq_id: self._rng.random() for seq_id in self._live}
+        return []
 
     def best(self) -> int | None:
         return min((i for i in self._live if i not in self._tried), key=self._rank.__getitem__, default=None)
@@ -60,11 +61,8 @@ class RandomOrder:
     def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         pass
 
-    def swapped_in(self, seq_id: int) -> None:
+    def protect(self, seq_id: int, num_steps: int) -> None:
         pass
-
-    def is_protected(self, seq_id: int) -> bool:
-        return False
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         ordered = sorted(seq_ids, key=self._rank.__getitem__)

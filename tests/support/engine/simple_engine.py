@@ -6,12 +6,12 @@ from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.sim.runner import SimRunner
 from engine.step.core import EngineCore, Runner
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
 from policies.cost import StepProfile
 from policies.policy import Policy
-from policies.sequences import Overhead, SequenceTerms, Served, TeamService, TeamTerms, Turn
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
 
 UNIT_PROFILE = StepProfile(
     fixed_us=0.0, prefill_token_us=10.0, prefill_attention_us=0.0, decode_row_us=1000.0, decode_context_us=0.0
@@ -50,10 +50,11 @@ class ArrivalOrder:
     def fits_again(self, seq_id: int) -> None:
         assert not self.is_picking and seq_id in self.live
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         assert not self.is_picking
         self.is_picking = True
         self._tried, self.taken, self.refused = set(), [], []
+        return []
 
     def best(self) -> int | None:
         assert self.is_picking
@@ -96,11 +97,8 @@ class ArrivalOrder:
         for row in served:
             self.charged_us[row.seq_id] = self.charged_us.get(row.seq_id, 0) + row.cost_us
 
-    def swapped_in(self, seq_id: int) -> None:
-        assert not self.is_picking and seq_id in self.live
-
-    def is_protected(self, seq_id: int) -> bool:
-        return False
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        assert not self.is_picking and seq_id in self.live and num_steps >= 0
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """In order of arrival; each slot's worth of sequences takes a millisecond."""
@@ -145,7 +143,7 @@ class Engine:
         context_len: int = 1024,
         eos: tuple[int, ...] = (),
         teams: tuple[TeamEntry, ...] = (),
-        promises: Promises | None = None,
+        pauses: Pauses | None = None,
         **settings: int | str,
     ) -> None:
         self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
@@ -159,7 +157,7 @@ class Engine:
             eos_token_ids=eos,
             num_host_blocks=host_blocks,
             block_copy_us=block_copy_us,
-            promises=promises,
+            pauses=pauses,
         )
         self.runner = runner or SimRunner(profile, self.clock, block_copy_us=block_copy_us)
         model = ModelInfo(

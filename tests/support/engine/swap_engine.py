@@ -72,7 +72,6 @@ class SwapEngine:
                 fairness_window_us=100_000,
                 chunk_tokens=self.config.prefill_chunk_tokens,
                 context_len=model.context_len,
-                min_run_steps=self.config.swap_min_run_steps,
             ),
         )
         self.scheduler = Scheduler(

@@ -11,7 +11,7 @@ from fractions import Fraction
 from policies.books import MeteredPolicy
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
-from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamTerms
 
 UNIT = 27_720  # divisible by 1..12, so that the shares of small oracles are whole microseconds
 
@@ -97,6 +97,8 @@ class Driver:
         self.overheads: Callable[[], list[Overhead]] = list  # of each step
         self.trace: list[tuple[int, list[str]]] = []
         self.max_gap = Fraction(0)
+        self.starving: list[Starving] = []  # who began to starve as the latest step began
+        self._min_runs: dict[int, int] = {}  # steps left, by sequence: what the memory counts
         self.largest = 0  # the largest cost of one sequence in one step so far, in units
 
     def add(
@@ -123,8 +125,18 @@ class Driver:
         """Do `call` at the first step boundary not before `time`."""
         self.future.append((time, len(self.future), call))
 
+    def upload(self, seq_id: int, num_steps: int) -> None:
+        """Its KV is back, and a minimum run of so many steps begins."""
+        self.policy.fits_again(seq_id)
+        self._protect(seq_id, num_steps)
+
+    def _protect(self, seq_id: int, num_steps: int) -> None:
+        self._min_runs[seq_id] = num_steps
+        self.policy.protect(seq_id, num_steps)
+
     def abort(self, seq_id: int) -> None:
         """The caller has left."""
+        self._min_runs.pop(seq_id, None)
         if self.live.pop(seq_id, None) is not None:
             self.policy.leave(seq_id, self.now * self.unit)
 
@@ -133,7 +145,7 @@ class Driver:
         self._deliver()
         self.between()
         policy, now_us = self.policy, self.now * self.unit
-        policy.begin(now_us)
+        self.starving = policy.begin(now_us)
         picked: list[int] = []
         tried: set[int] = set()
         while len(picked) < self.slots:
@@ -173,6 +185,8 @@ class Driver:
         policy.settle(served, self.now * self.unit, self.overheads())
         self.max_gap = max(self.max_gap, self.gap())
         for seq_id in picked:
+            if self._min_runs.get(seq_id):
+                self._protect(seq_id, self._min_runs[seq_id] - 1)
             job = self.live[seq_id]
             if job.is_over:
                 job.done = self.now

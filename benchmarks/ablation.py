@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""What memory preemption is worth: one trace on the real engine, at part of the KV memory it would like to have.
+"""What memory preemption is worth: one trace on the real engine, with a part of the KV memory that it could use.
 
     python -m benchmarks.ablation --trace benchmarks/traces/flood60.jsonl [--kv 25 --kv 50] [--mode proactive ...]
         [--policy eg-mlfq] [--slots 64] [--sampling greedy] [--rounds 1] [--limit SECONDS] [--out r.json]
 
-First an unconstrained run: a pool that holds everything, whose peak of owned blocks is the measure of `--kv` (percent).
-Then each mode at each size. Every run is a fresh process: engine core, scheduler, policy and torch runner as the server
-has them, without HTTP, on the real clock; requests arrive at the trace's times, lengths are forced. Sampled token ids
-of every request are compared with the unconstrained run's. Several policies or rounds: everything again for each.
-`ratio` is output tokens per second over the unconstrained run's; `ratio cpu` is by CPU seconds, for a busy machine.
+The first run is unconstrained: its pool holds everything. The most blocks it owned at once are 100 percent for `--kv`.
+Then each mode runs at each size. With several policies or rounds all of this is repeated for each of them.
+
+Every run is a fresh process with engine core, scheduler, policy and torch runner as the server has them, without HTTP,
+on the real clock. Requests arrive at the trace's times, and their lengths are forced. Each request's sampled token ids
+are compared with those of the unconstrained run.
+
+`ratio` is the output tokens per second over those of the unconstrained run. `ratio_cpu` is the same by CPU seconds, for
+a busy machine.
 """
 
 import argparse
@@ -32,7 +36,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
 from engine.config import MODES, EngineConfig
-from engine.memory.swap_cost import measured_break_even_bandwidth
 from engine.parts import EngineParts
 from engine.plan import StepPlan, StepResult
 from engine.process.listener import EngineIdentity
@@ -42,20 +45,21 @@ from engine.wire.messages import ConfigureTeams, Finished, SamplingParams, StepD
 from gateway.command import print_table
 from gateway.demo.policy_run import OTHER_TIER, TEAM_TIERS
 from gateway.demo.replay import describe
+from policies.cost import StepProfile
 from policies.tiers import DEFAULT_TIERS
 
 UNCONSTRAINED = "unconstrained"
 
 
 class CountingRunner:
-    """Passes plans on and adds up what their copies moved and how long the steps took."""
+    """Passes plans on, and adds up what their copies moved and how long the steps took."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.num_steps = self.busy_us = self.stall_us = self.blocks_out = self.blocks_in = self.num_in = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan, then count it."""
+        """Run the plan and count it."""
         result: StepResult = self._inner.execute(plan)
         self.num_steps += 1
         self.busy_us += result.duration_us
@@ -66,12 +70,15 @@ class CountingRunner:
         return result
 
     def release(self, seq_id: int) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._inner.release(seq_id)
 
 
 class Play:
-    """One trace on one core: who arrived when, what came out of it and when."""
+    """One trace played on one core: when each request had its first token and its end, and the ids it got.
+
+    Times are microseconds from the start. Lists are in the order of the trace; `finished` is by the same index.
+    """
 
     def __init__(self, core: EngineCore, trace: Sequence[TraceRequest], seed: int, sampling: str, vocab: int) -> None:
         self._core, self._clock = core, MonotonicClock()
@@ -83,7 +90,10 @@ class Play:
         self.peak_blocks = 0
 
     def run(self) -> None:
-        """Open loop: a request is handed in at its time, or right after the step that was running then."""
+        """Play the trace, open loop: a request is handed in at its time, or right after the step that runs then.
+
+        Raises SystemExit when a request is refused.
+        """
         team_ids = {team: number for number, team in enumerate(sorted({row.team for row in self._trace}), start=1)}
         self._core.configure(ConfigureTeams(teams=tuple(_terms(team, team_ids[team]) for team in team_ids)))
         pool = self._core.scheduler.memory.device
@@ -150,8 +160,8 @@ def _terms(team: str, team_id: int) -> TeamEntry:
 
 
 def play(name: str, config: EngineConfig, trace: list[TraceRequest], seed: int, sampling: str) -> dict[str, Any]:
-    """One run in this process, as a JSON-able document."""
-    # The service's own wiring, so that what is measured is what is served.
+    """Play the trace once in this process. Returns a document that JSON can hold."""
+    # The engine process builds its parts with the same functions, so what is measured is what is served.
     from engine.process.assembly import assemble, build_parts
 
     parts = build_parts(config)
@@ -159,19 +169,19 @@ def play(name: str, config: EngineConfig, trace: list[TraceRequest], seed: int, 
     parts = EngineParts(**{**{f: getattr(parts, f) for f in EngineParts.__slots__}, "runner": runner})
     core, _, _ = assemble(config, parts, EngineIdentity("ablation", 1), print)
     started_cpu = time.process_time()
-    one = Play(core, trace, seed, sampling, parts.model.vocab_size)
-    one.run()
+    played = Play(core, trace, seed, sampling, parts.model.vocab_size)
+    played.run()
     cpu = time.process_time() - started_cpu
     core.scheduler.check()
-    wall, tokens = max(one.ended_us) / 1e6, sum(map(len, one.ids))
-    failed = sorted({f.message or f.reason for f in one.finished.values() if f.reason not in ("stop", "length")})
+    wall, tokens = max(played.ended_us) / 1e6, sum(map(len, played.ids))
+    failed = sorted({f.message or f.reason for f in played.finished.values() if f.reason not in ("stop", "length")})
     return {
         "run": name,
         "policy": config.policy,
         "slots": config.max_batch_size,
         "device_blocks": parts.num_device_blocks,
         "host_blocks": parts.num_host_blocks if name != UNCONSTRAINED else 0,
-        "peak_blocks": one.peak_blocks,
+        "peak_blocks": played.peak_blocks,
         "block_bytes": parts.block_bytes,
         "wall_seconds": wall,
         "cpu_seconds": cpu,
@@ -180,29 +190,29 @@ def play(name: str, config: EngineConfig, trace: list[TraceRequest], seed: int, 
         "output_tokens": tokens,
         "output_tokens_per_second": tokens / wall,
         "output_tokens_per_cpu_second": tokens / cpu,
-        "preemptions": sum(f.num_preemptions for f in one.finished.values()),
-        "swaps_out": sum(f.num_swaps for f in one.finished.values()),
+        "preemptions": sum(f.num_preemptions for f in played.finished.values()),
+        "swaps_out": sum(f.num_swaps for f in played.finished.values()),
         "swaps_in": runner.num_in,
-        "recomputes": sum(f.num_recomputes for f in one.finished.values()),
-        "promotions": sum(f.num_promotions for f in one.finished.values()),
+        "recomputes": sum(f.num_recomputes for f in played.finished.values()),
+        "promotions": sum(f.num_promotions for f in played.finished.values()),
         "bytes_out": runner.blocks_out * parts.block_bytes,
         "bytes_in": runner.blocks_in * parts.block_bytes,
         "stall_seconds": runner.stall_us / 1e6,
         "stall_share": runner.stall_us / max(1, runner.busy_us),
-        "longest_pause_seconds": max(f.longest_pause_us for f in one.finished.values()) / 1e6,
-        "failed": len(trace) - sum(f.reason in ("stop", "length") for f in one.finished.values()),
+        "longest_pause_seconds": max(f.longest_pause_us for f in played.finished.values()) / 1e6,
+        "failed": len(trace) - sum(f.reason in ("stop", "length") for f in played.finished.values()),
         "errors": failed[:5],
-        "teams": [_team_row(name, team, one, trace) for team in sorted({row.team for row in trace})],
-        "ids": [blake2b(repr(ids).encode(), digest_size=8).hexdigest() for ids in one.ids],
+        "teams": [_team_row(name, team, played, trace) for team in sorted({row.team for row in trace})],
+        "ids": [blake2b(repr(ids).encode(), digest_size=8).hexdigest() for ids in played.ids],
         "link": _link(parts),
     }
 
 
-def _team_row(name: str, team: str, one: Play, trace: Sequence[TraceRequest]) -> dict[str, Any]:
+def _team_row(name: str, team: str, played: Play, trace: Sequence[TraceRequest]) -> dict[str, Any]:
     at = [i for i, row in enumerate(trace) if row.team == team]
-    ttft = describe([(one.first_us[i] - trace[i].at_us) / 1e6 for i in at]) or {}
-    jct = describe([(one.ended_us[i] - trace[i].at_us) / 1e6 for i in at]) or {}
-    ends = [one.finished[i] for i in at]
+    ttft = describe([(played.first_us[i] - trace[i].at_us) / 1e6 for i in at]) or {}
+    jct = describe([(played.ended_us[i] - trace[i].at_us) / 1e6 for i in at]) or {}
+    ends = [played.finished[i] for i in at]
     return {
         "run": name,
         "team": team,
@@ -220,24 +230,36 @@ def _team_row(name: str, team: str, one: Play, trace: Sequence[TraceRequest]) ->
 
 
 def _link(parts: EngineParts) -> dict[str, float]:
-    """The host link as measured at start, and the bandwidth above which swapping beats recomputing here."""
+    """The host link as the engine measured it at start, and the bandwidth above which swapping beats recomputing."""
     tokens = parts.block_bytes // max(1, EngineConfig().block_size)
     speed = parts.block_bytes / parts.block_copy_us * 1e6 if parts.block_copy_us else 0.0
     return {
         "block_copy_us": parts.block_copy_us,
         "measured_gb_per_second": speed / 1e9,
-        "break_even_gb_per_second": measured_break_even_bandwidth(tokens, parts.profile) / 1e9,
+        "break_even_gb_per_second": break_even_bandwidth(tokens, parts.profile) / 1e9,
     }
 
 
+def break_even_bandwidth(kv_bytes_per_token: float, profile: StepProfile) -> float:
+    """The bandwidth in bytes per second above which swapping beats recomputing; 0 when a prompt token takes no time.
+
+    With k bytes of KV a token, and t seconds to compute a prompt token, the way out and back takes 2k / bandwidth and
+    the recomputation t. Example: an 8B model on an A100 has k = 131,072 and t = 114.4 us, which gives 2.29 GB/s. With
+    a clean host copy, which needs no way out, half of it is enough.
+    """
+    if profile.prefill_token_us <= 0:
+        return 0.0
+    return 2e6 * kv_bytes_per_token / profile.prefill_token_us
+
+
 def apart(config: EngineConfig, name: str, trace: list[TraceRequest], seed: int, sampling: str) -> dict[str, Any]:
-    """`play` in a process of its own, which nothing is left of."""
+    """`play` in a process of its own, so that nothing of an earlier run is left."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(play, name, config, trace, seed, sampling).result()
 
 
 def ablate(arguments: argparse.Namespace, policy: str, trace: list[TraceRequest], seed: int) -> list[dict[str, Any]]:
-    """The unconstrained run, then each mode at each size; each with its ratios to the first."""
+    """The unconstrained run, then each mode at each size, each with its ratios to the unconstrained run."""
     base = EngineConfig(model=arguments.model, policy=policy, max_batch_size=arguments.slots, dtype=arguments.dtype)
     if arguments.host_kv_memory:
         base = msgspec.structs.replace(base, host_kv_memory_bytes=arguments.host_kv_memory << 20)
@@ -268,8 +290,8 @@ def _block_bytes(config: EngineConfig) -> int:
 
 
 def show(run: dict[str, Any], free: dict[str, Any]) -> None:
-    """Complete a run with what it is beside the unconstrained one, and print a line."""
-    run["differing_ids"] = sum(one != other for one, other in zip(run["ids"], free["ids"], strict=True))
+    """Add to `run` how it compares with `free`, the unconstrained run, and print a line."""
+    run["differing_ids"] = sum(ids != free_ids for ids, free_ids in zip(run["ids"], free["ids"], strict=True))
     run["throughput_ratio"] = run["output_tokens_per_second"] / free["output_tokens_per_second"]
     run["cpu_throughput_ratio"] = run["output_tokens_per_cpu_second"] / free["output_tokens_per_cpu_second"]
     print(
@@ -283,7 +305,7 @@ def show(run: dict[str, Any], free: dict[str, Any]) -> None:
 
 
 def print_runs(runs: Sequence[dict[str, Any]], title: str) -> None:
-    """Two tables: the runs, and the teams in them."""
+    """Print two tables, one row for each run and one row for each team in a run; then a line about the host link."""
     rows = [
         {
             "run": run["run"],
@@ -316,7 +338,7 @@ def print_runs(runs: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def main() -> int:
-    """1 when a request failed, or when swapping changed a token."""
+    """Run the benchmark. Returns 1 if a request failed, or a token changed in a run that does not recompute."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=Path(__file__).parent / "traces" / "flood60.jsonl")
     parser.add_argument("--model", default="smollm2-135m")
@@ -330,7 +352,7 @@ def main() -> int:
     parser.add_argument("--sampling", choices=["greedy", "seeded"], default="greedy")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only-team", default="", metavar="TEAM", help="its requests alone, at the same times")
+    parser.add_argument("--only-team", default="", metavar="TEAM", help="this team's requests alone, at their times")
     parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="cut the trace, for a quick look")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -353,7 +375,7 @@ def main() -> int:
 
 
 def print_medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Each run's ratio to the unconstrained run of its round: the median over the rounds and its extremes."""
+    """Print each run's ratio to the unconstrained run of its round: the median, least and most over the rounds."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for runs in rounds:
         for run in runs[1:]:
@@ -367,7 +389,7 @@ def print_medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> None:
 
 
 def print_policies(rounds: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """The unconstrained runs of each policy over those of the last one: the median over the rounds, by team."""
+    """Print, by team, each policy's unconstrained runs over those of the last policy: the median over the rounds."""
     free: dict[str, list[dict[str, Any]]] = {}
     for runs in rounds:
         free.setdefault(runs[0]["policy"], []).append(runs[0])
@@ -379,7 +401,7 @@ def print_policies(rounds: Sequence[Sequence[dict[str, Any]]]) -> None:
             for figure in ("ttft_mean", "ttft_p99", "jct_mean", "jct_p99"):
                 pairs = zip(free[policy], free[last], strict=True)
                 row[figure] = statistics.median(
-                    one["teams"][at][figure] / other["teams"][at][figure] for one, other in pairs
+                    run["teams"][at][figure] / last_run["teams"][at][figure] for run, last_run in pairs
                 )
             rows.append(row)
     if rows:

@@ -1,8 +1,8 @@
-"""bfloat16 against float32 on forced continuations: largest logit difference and how often the best token agrees.
+"""bfloat16 against float32 on forced continuations: the differences of logits, and how often the best token agrees.
 
     python benchmarks/bf16_logits.py [--tokens 64]
 
-float32 writes each continuation greedily; both types then score the same tokens, position by position.
+The float32 model writes each continuation greedily. Then both models score the same tokens, position by position.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROMPTS = (
 
 
 def logits_of(model: Model, cache: KVCache, ids: Sequence[int], first: int) -> torch.Tensor:
-    """Logits after each of ids[first:], in one pass."""
+    """Logits [len(ids) - first, vocab] after each of ids[first:], from one forward pass over all ids."""
     batch = Batch(
         list(ids), (), (Span(0, len(ids), range(-(-len(ids) // cache.block_size))),), list(range(first, len(ids)))
     )

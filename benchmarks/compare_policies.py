@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""One trace under FCFS and under EG-MLFQ (and on a peer), in turn, each on a fresh server with the same slots.
+"""One trace under FCFS, under EG-MLFQ and perhaps on a peer, in turn, each on a fresh server with the same slots.
 
     python -m benchmarks.compare_policies --trace T.jsonl [--model smollm2-135m] [--slots 16] [--rounds 5]
         [--kv-memory 64MiB] [--host-kv-memory 1GiB]
         [--peer-command "python -m vllm.entrypoints.openai.api_server --port 8200 ..." --peer-url http://127.0.0.1:8200]
 
-Prints each run's table, then for every figure the ratio EG-MLFQ / FCFS (or peer / EG-MLFQ): the median over the rounds
-of the ratio within one round, and its extremes. The order turns with every round, so that a machine that drifts favours
-nobody.
+A peer is another OpenAI-compatible server of the same model. Prints each run's table. Then it prints the ratios
+EG-MLFQ / FCFS, peer / FCFS and peer / EG-MLFQ for every figure: the ratio is taken within each round, and the median,
+least and most over the rounds are shown. The order of the servers turns with every round, so that a machine that drifts
+favours none of them.
 """
 
 import argparse
@@ -41,7 +42,7 @@ PEER_START_SECONDS = 300
 
 
 def main() -> int:
-    """1 when a request failed."""
+    """Run the benchmark. Returns 1 if a request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, type=Path)
     parser.add_argument("--model", default="smollm2-135m")
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--weight", action="append", default=[], metavar="TIER=N", help="another weight for a tier")
     parser.add_argument("--peer-command", default="", help="starts an OpenAI-compatible server of the same model")
-    parser.add_argument("--peer-url", default="", help="http://HOST:PORT where it then listens")
+    parser.add_argument("--peer-url", default="", help="http://HOST:PORT where the peer then listens")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace)
@@ -96,12 +97,12 @@ def main() -> int:
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Which ratios are printed."""
+    """The ratios to print, as pairs (numerator, denominator)."""
     return [("eg-mlfq", "fcfs")] + ([(PEER, "fcfs"), (PEER, "eg-mlfq")] if PEER in names else [])
 
 
 def ratios(rounds: Sequence[dict[str, dict[str, Any]]], over: str, under: str) -> list[dict[str, Any]]:
-    """For every figure, the ratio within each round: median, least and most."""
+    """For every figure, the ratios `over` / `under` within each round: their median, least and most."""
 
     def row(label: str, values: list[float]) -> dict[str, Any]:
         return {"of": label, "median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -123,7 +124,11 @@ def _cell(run: dict[str, Any], team: str, name: str) -> float | None:
 
 
 def run_peer(command: str, url: str, trace: Sequence[TraceRequest], vocab_size: int) -> dict[str, Any]:
-    """Start the peer, replay, stop it; the part of `run_policy`'s document that a stranger can give."""
+    """Start the peer, replay the trace against it, and stop it.
+
+    Returns the part of `run_policy`'s document that any OpenAI-compatible server can give. Raises CommandError when the
+    peer does not answer within PEER_START_SECONDS.
+    """
     address = urlsplit(url)
     with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -137,10 +142,10 @@ def run_peer(command: str, url: str, trace: Sequence[TraceRequest], vocab_size: 
         finally:
             process.terminate()
     rows = []
-    for team, one in summary["teams"].items():
-        row = {"team": team, "requests": one["requests"], "failed": one["failed"]}
+    for team, counts in summary["teams"].items():
+        row = {"team": team, "requests": counts["requests"], "failed": counts["failed"]}
         for name in ("ttft", "jct"):
-            figures = one[f"{name}_seconds"] or {}
+            figures = counts[f"{name}_seconds"] or {}
             row |= {f"{name}_{which}": figures.get(which) for which in ("mean", "p95", "p99")}
         rows.append(row)
     return {**summary, "failed": summary["all"]["failed"], "teams": rows}

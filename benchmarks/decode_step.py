@@ -1,12 +1,12 @@
-"""Time of a decode step and of prefill on this CPU, as JSON: what the engine's speed rests on.
+"""The time of a decode step and of prefill on this CPU, as JSON.
 
     python benchmarks/decode_step.py [--dtype bfloat16 --dtype float32] [--threads 1] [--context 256]
         [--native on --native off]
 
-Each figure is the median of several steps of the real runner, sampling included, beside the CPU seconds they took (on a
-shared machine the wall time says more about the neighbours) and the least wall time. With both values of --native the
-steps alternate in one process, so that a disturbance meets both. "mixed" rows have contexts of an eighth to four times
---context, in turn.
+Steps run on the real runner, sampling included. Each shape shows the median wall time of several steps, their least
+wall time, and their median CPU time. On a shared machine the wall time says more about the neighbours. With both values
+of --native the steps alternate in one process, so that a disturbance meets both. The rows of a "mixed" batch have, in
+turn, contexts from an eighth of --context to four times --context.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MIX = (8, 4, 2, 1, 0.5, 0.25)  # contexts of a mixed batch: --context divided by
 
 
 def plan_of(block_size: int, *, contexts: Sequence[int] = (), prompt: int = 0) -> StepPlan:
-    """Decode rows with so many tokens of KV each, or one prompt, on the pool's first blocks."""
+    """A step on the pool's first blocks: a decode row for each of `contexts` (tokens of KV), or a prompt chunk."""
     rows, next_block = [], 0
     for seq_id, end in enumerate(contexts or [prompt]):
         count = -(-end // block_size)
@@ -55,7 +55,7 @@ def plan_of(block_size: int, *, contexts: Sequence[int] = (), prompt: int = 0) -
 
 
 def measure(runners: dict[str, Any], plan: StepPlan, repeats: int) -> dict[str, dict[str, float]]:
-    """Wall and CPU time of the plan with each runner, in turn."""
+    """Wall and CPU time of the plan with each runner, in turn. The first step of each is not counted."""
     wall: dict[str, list[float]] = {name: [] for name in runners}
     cpu: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(1 + repeats):

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What a flood by another team costs a light team: its p99 time to the first token alone, and beside the flood.
+"""What another team's flood costs a light team: the light team's p99 time to the first token, alone and beside it.
 
     python -m benchmarks.isolation [--factor 16] [--rounds 5] [--seconds N] [--slots 16] [--policy eg-mlfq ...]
         [--light-tier gold] [--flood-tier bronze] [--burst 4] [--real [--model smollm2-135m]] [--kv-memory 64MiB]
         [--out r.json]
 
-Both teams send requests of the same kind. The light team's come in bursts of `--burst` (a page that asks a few things
-at once), the flood's one by one, `--factor` times as many, which is more than the device does; arrivals are Poisson.
-Each round has arrivals of its own (its seed), and both runs of a round have the same arrivals of the light team. In the
-simulator on the shipped step profile; with `--real` on a real server over HTTP. Prints every round and the medians.
+Both teams send requests of the same kind, and arrivals are Poisson. The light team's requests come in bursts of
+`--burst`, as from a page that asks a few things at once. The flood's requests come singly, `--factor` times as many:
+more than the device can serve.
+
+Each round has its own arrivals, drawn with the round's number as seed. The light team's arrivals are the same in both
+runs of a round. The runs are simulated on the shipped step profile; with `--real` they go over HTTP to a real server.
+Prints every round, and the medians.
 """
 
 import argparse
@@ -37,7 +40,7 @@ OUTPUT = (8, 64)
 
 
 def arrivals(rng: random.Random, team: str, rate: float, burst: int, seconds: float) -> list[TraceRequest]:
-    """One team's short and middling requests: Poisson bursts, `rate` requests/s in all."""
+    """One team's short and middling requests: Poisson bursts of `burst` requests, `rate` requests/s in the mean."""
     rows, at = [], rng.expovariate(rate / burst)
     while at < seconds:
         for _ in range(burst):
@@ -47,12 +50,12 @@ def arrivals(rng: random.Random, team: str, rate: float, burst: int, seconds: fl
 
 
 def log_uniform(rng: random.Random, least: int, most: int) -> int:
-    """As many between 32 and 64 as between 256 and 512."""
+    """A whole number whose logarithm is uniform: as often between 32 and 64 as between 256 and 512."""
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
 def traces(seed: int, arguments: argparse.Namespace) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """The light team alone, and the same with the flood."""
+    """The light team's trace alone, and the same trace with the flood."""
     rate, seconds = arguments.rate, arguments.seconds
     light = arrivals(random.Random(f"{LIGHT}:{seed}"), LIGHT, rate, arguments.burst, seconds)
     flood = arrivals(random.Random(f"{FLOOD}:{seed}"), FLOOD, rate * arguments.factor, 1, seconds)
@@ -60,7 +63,7 @@ def traces(seed: int, arguments: argparse.Namespace) -> tuple[list[TraceRequest]
 
 
 class Simulated:
-    """Runs in the simulator."""
+    """Plays traces in the simulator."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._tiers = {LIGHT: arguments.light_tier, FLOOD: arguments.flood_tier}
@@ -73,7 +76,7 @@ class Simulated:
         )
 
     def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
-        """The light team's times to the first token, described."""
+        """The light team's times to the first token: mean, p95, p99 and more, in seconds."""
         tiers = {team: self._tiers[team] for team in {row.team for row in trace}}
         report = simulate(trace, [policy], profile=fixed_profile(), config=self._config, team_tiers=tiers)
         (team,) = (team for team in report["policies"][0]["teams"] if team["team"] == LIGHT)
@@ -82,7 +85,7 @@ class Simulated:
 
 
 class Real:
-    """Runs on a server of its own for each trace."""
+    """Plays each trace on a fresh server, over HTTP."""
 
     def __init__(self, arguments: argparse.Namespace, root: Path) -> None:
         self._options = RunOptions(
@@ -98,7 +101,10 @@ class Real:
         )
 
     def ttft(self, policy: str, trace: Sequence[TraceRequest]) -> dict[str, float]:
-        """The same over HTTP, from the client's clock."""
+        """The light team's times to the first token by the client's clock: mean, p95 and p99, in seconds.
+
+        Raises SystemExit when a request failed.
+        """
         run = run_policy(policy, trace, self._options, lambda _: None)
         if run["failed"]:
             raise SystemExit(f"{run['failed']} requests failed: {run['errors']}")
@@ -109,7 +115,7 @@ class Real:
 def measure(
     runs: Simulated | Real, policy: str, seeds: Sequence[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each round, and the medians."""
+    """A row for each round (a seed), and a row of medians. Prints each round's row as it comes."""
     rows = []
     for seed in seeds:
         alone_trace, flooded_trace = traces(seed, arguments)
@@ -137,7 +143,7 @@ def measure(
 
 
 def main() -> int:
-    """Always 0: it measures, it does not judge."""
+    """Run the benchmark. Always returns 0, for it judges no result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factor", type=float, default=16.0, help="requests of the flood team for each light one")
     parser.add_argument("--rate", type=float, default=0.5, help="requests/s of the light team")
@@ -147,8 +153,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of arrivals; 300 simulated, 60 real")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step: bounds how long it lasts")
-    parser.add_argument("--policy", action="append", help="eg-mlfq; once for each")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step, which bound its time")
+    parser.add_argument("--policy", action="append", help="default: eg-mlfq; give the option once for each policy")
     parser.add_argument("--real", action="store_true", help="the real engine behind HTTP instead of the simulator")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kv-memory", default="", metavar="SIZE")

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Make gateway/demo/trace.jsonl: 60 seconds of three teams on one small GPU (or two CPU cores).
+"""Make gateway/demo/trace.jsonl: 60 seconds of three teams' requests.
 
     make_demo_trace.py AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv OUT.jsonl
 
 Source: Azure LLM inference trace 2023, https://github.com/Azure/AzurePublicDataset (Patel et al., "Splitwise: Efficient
 Generative LLM Inference Using Phase Splitting", ISCA 2024), licence CC-BY-4.0. The trace has lengths and times, no text
-and no tenants. What is done to it, so that a 135M model on two cores is overloaded for a while:
+and no tenants. It is changed so that a 135M model on two cores is overloaded for a while:
 
-    support   conversation rows with 4-60 output tokens of one real minute, thinned to their times; output <= 40
-    dev       code rows of one real minute, thinned; output 4-48
-    reports   conversation rows with >= 250 output tokens, in bursts of 12 every 20 s (the bursts are ours)
-    prompts   an eighth of the original length plus 8 tokens (reports: a sixteenth plus 16)
+    support   conversation rows with 4-60 output tokens: some of one real minute, at their times; output <= 40
+    dev       code rows: some of one real minute, at their times; output 4-48
+    reports   conversation rows with >= 250 output tokens, in bursts of 12 every 20 s (the bursts are ours); output
+              half of the original plus 120, at most 400
+    prompts   an eighth of the original length (cut at 2,048 or 4,096 tokens) plus 8 tokens; reports plus 16
 """
 
 import csv
@@ -29,7 +30,7 @@ BURST_SIZE = 12
 
 
 def read(path: Path) -> list[tuple[float, int, int]]:
-    """(seconds since the first row, prompt tokens, output tokens) of each row."""
+    """Each row of a CSV file as (seconds since the first row, prompt tokens, output tokens)."""
     with path.open() as file:
         rows = [
             (datetime.fromisoformat(r["TIMESTAMP"][:26]), int(r["ContextTokens"]), int(r["GeneratedTokens"]))
@@ -39,7 +40,7 @@ def read(path: Path) -> list[tuple[float, int, int]]:
 
 
 def minute(rows: list[tuple[float, int, int]], count: int, rng: random.Random) -> list[tuple[float, int, int]]:
-    """`count` rows of one random minute of the trace, at their own times within it."""
+    """`count` random rows of one random minute of the trace, in order, at their own times within that minute."""
     last = rows[-1][0] - SECONDS
     while True:
         start = rng.uniform(0, last)
@@ -49,7 +50,7 @@ def minute(rows: list[tuple[float, int, int]], count: int, rng: random.Random) -
 
 
 def make(conversation: list[tuple[float, int, int]], code: list[tuple[float, int, int]]) -> list[dict[str, object]]:
-    """The trace's rows by time."""
+    """The new trace's rows in order of time."""
     rng = random.Random(SEED)
     arrivals: list[tuple[float, str, int, int]] = []
     short = [row for row in conversation if 4 <= row[2] <= 60]

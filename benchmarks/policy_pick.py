@@ -1,11 +1,11 @@
-"""The policy's part of scheduling one step: begin, a pick for each slot, settle, leaving and arriving.
+"""The CPU time that a policy takes in one step: begin, a pick for each slot, settle, leave and arrive.
 
     python -m benchmarks.policy_pick [--teams 100] [--queued 1000] [--slots 64] [--steps 2000] [--theta-ms N]
 
-Steady state: whatever ends is replaced by an arrival of a random team, so the number of live sequences stays put.
-Each policy is timed with no team coasting, and those that can with every team coasting.
-Prints CPU microseconds per step (process_time) as p1, p50 and p99. The p1 is what a step costs when nothing else runs
-on the core's other thread; the loop that stands in for the scheduler is in all of them.
+A sequence that ends is replaced by a new sequence of a random team, so the number of live sequences stays the same.
+Each policy is timed with no team coasting. EG-MLFQ is also timed with every team coasting.
+Prints the CPU microseconds (process_time) of a step as p1, p50 and p99. The p1 is the cost of a step when nothing else
+runs on the core's other thread. All figures include the loop that stands in for the scheduler's picking.
 """
 
 import argparse
@@ -25,14 +25,14 @@ MAX_BATCH_TOKENS = 2048
 
 
 def with_coasting(config: PolicyConfig, everybody: bool) -> PolicyConfig:
-    """Thresholds with which nobody coasts, or each team from its first completion on. Both book completions."""
+    """`config` with thresholds so that no team coasts, or every team coasts from its first completion on."""
     if not everybody:
         return replace(config, coast_below_percent=0)
     return replace(config, coast_completions_min=1, coast_below_percent=10**9, coast_above_percent=10**9)
 
 
 def complete_one_each(policy: Policy, teams: int) -> None:
-    """One finished sequence of every team, with ids below 0."""
+    """Let every team complete one sequence. These sequences have ids below 0."""
     for team in range(teams):
         seq_id = -1 - team
         policy.arrive(SequenceTerms(seq_id, team, 1, 0, 1, 0, 0), 0)
@@ -43,7 +43,7 @@ def complete_one_each(policy: Policy, teams: int) -> None:
 
 
 class Load:
-    """A stand-in for the scheduler that does as little as it can, so that the policy's time shows."""
+    """A stand-in for the scheduler that does as little as possible, so that the policy's time shows."""
 
     def __init__(self, name: str, config: PolicyConfig, teams: int, seed: int = 1) -> None:
         self.random = random.Random(seed)
@@ -52,14 +52,14 @@ class Load:
         self.policy.configure(
             [TeamTerms(i, weight=(1, 2, 4)[i % 3], start_level=(2, 1, 0)[i % 3]) for i in range(teams)], 0
         )
-        self.prompt: dict[int, int] = {}  # tokens of prompt left
-        self.output: dict[int, int] = {}  # tokens of output left
-        self.context: dict[int, int] = {}
+        self.prompt: dict[int, int] = {}  # seq_id -> prompt tokens left to feed
+        self.output: dict[int, int] = {}  # seq_id -> output tokens left to generate
+        self.context: dict[int, int] = {}  # seq_id -> tokens with KV
         self.next_id = 0
         self.now = 0
 
     def arrive(self) -> int:
-        """A new sequence of a random team; returns the CPU nanoseconds of its arrival."""
+        """Add a sequence of a random team. Returns the CPU nanoseconds of the policy's `arrive`."""
         prompt = self.random.choice((16, 64, 256, 700))
         self.next_id += 1
         seq_id = self.next_id
@@ -76,12 +76,12 @@ class Load:
         return time.process_time_ns() - start
 
     def step(self, slots: int) -> int:
-        """One step; returns the CPU nanoseconds spent in the policy's calls."""
+        """Run one step. Returns the CPU nanoseconds of the policy's calls and of the picking loop around them."""
         policy = self.policy
         works: dict[int, int] = {}
         plan: list[tuple[int, int, bool]] = []
         tokens = MAX_BATCH_TOKENS
-        # The work of a step is known beforehand, so that computing it is not counted.
+        # Computed before the clock starts, so that its time is not counted.
         upcoming = {s: self._next(s) for s in self.prompt}
         start = time.process_time_ns()
         policy.begin(self.now)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--queued", type=int, default=1000)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--theta-ms", type=int, default=None, help="Theta itself; by default it follows the weights")
+    parser.add_argument("--theta-ms", type=int, default=None, help="Theta; by default it follows from the weights")
     args = parser.parse_args()
     config = from_profile(PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=CHUNK, context_len=8192)
     if args.theta_ms is not None:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Do the promises hold under memory pressure? Counts violations over seeds, and says how near to its bound each came.
+"""Do the promises hold under memory pressure? Counts violations over seeds, and says how near each came to its bound.
 
     python -m benchmarks.pressure [--seeds 5000] [--first 0] [--jobs 2] [--json]
 
-Each seed is a random load on the simulator (`tests/simulation/pressure.py`): a device pool of 25 % and a host pool of
-10 % of the blocks that the same load holds at once when it has room. Every step is checked
-(`tests/simulation/pressure_checks.py`). Exit status 1 when anything was violated.
+Each seed is a random load on the simulator (`tests/support/simulation/pressure.py`). The load first runs with room for
+everything, and the most blocks it holds at once are counted. Then it runs with a device pool of 25 % and a host pool of
+10 % of these blocks, and every step is checked (`tests/support/simulation/pressure_checks.py`). The exit status is 1 if
+any promise was violated.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests.simulation.pressure_checks import IDS, Outcome
-from tests.simulation.pressure_run import run
+from tests.support.simulation.pressure_checks import IDS, Outcome
+from tests.support.simulation.pressure_run import run
 
 _FORGIVEN: dict[str, Callable[[Outcome], int]] = {
     "debt cut": lambda outcome: outcome.forgiven_us,
@@ -27,7 +28,7 @@ _FORGIVEN: dict[str, Callable[[Outcome], int]] = {
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What is published."""
+    """The figures over all seeds, as benchmarks/README.md publishes them."""
     ends: Counter[str] = Counter()
     for outcome in outcomes:
         ends.update(outcome.ends)
@@ -58,10 +59,10 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "forgiven": {
             name: {
                 "part_of_device_time": round(
-                    sum(key(one) for one in outcomes) / sum(one.device_us for one in outcomes), 5
+                    sum(key(outcome) for outcome in outcomes) / sum(outcome.device_us for outcome in outcomes), 5
                 ),
-                "largest": round(max(key(one) / max(1, one.device_us) for one in outcomes), 3),
-                "seeds": sum(key(one) > 0 for one in outcomes),
+                "largest": round(max(key(outcome) / max(1, outcome.device_us) for outcome in outcomes), 3),
+                "seeds": sum(key(outcome) > 0 for outcome in outcomes),
             }
             for name, key in _FORGIVEN.items()
         },
@@ -92,7 +93,7 @@ def _largest(outcomes: Sequence[Outcome], key: Callable[[Outcome], float]) -> di
 
 
 def main() -> int:
-    """Run the seeds on `--jobs` processes."""
+    """Run the seeds on `--jobs` processes and print the figures. Returns 1 if any promise was violated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0)

@@ -2,7 +2,8 @@
 
     python benchmarks/ready.py [--runs 3]
 
-Each run is a fresh interpreter. The first one, not counted, fills the cache (model and step profile) where it is cold.
+Each run is a fresh interpreter. The first run fills the cache with the model, the kernels and the step profile, if they
+are not there yet. It is reported by itself and does not count as warm.
 """
 
 import argparse

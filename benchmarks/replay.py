@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Replay a multi-team trace, open loop, against any OpenAI-compatible server: TTFT and JCT per team.
+"""Replay a trace of several teams, open loop, against any OpenAI-compatible server. Prints TTFT and JCT by team.
 
     replay.py --url http://127.0.0.1:8080 --model smollm2-135m --trace T.jsonl --key support=trz-... --key dev=trz-... \
         [--out r.json]
 
-Every request streams /v1/completions with token ids and a forced output length, so two servers do the same work.
+TTFT is the time to the first token, JCT the time to the whole answer. Every request streams /v1/completions with token
+ids and a forced output length, so two servers do the same work.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from gateway.demo.replay import Target, replay, summarise
 
 
 def rows_of(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """One table row for each team and one for all."""
+    """A table row for each team, and a row for all teams together. Times are seconds."""
     rows = []
-    for team, one in [*summary["teams"].items(), ("TOTAL", summary["all"])]:
-        row: dict[str, Any] = {"team": team, "requests": one["requests"], "failed": one["failed"]}
+    for team, counts in [*summary["teams"].items(), ("TOTAL", summary["all"])]:
+        row: dict[str, Any] = {"team": team, "requests": counts["requests"], "failed": counts["failed"]}
         for name in ("ttft", "jct"):
-            figures = one[f"{name}_seconds"] or {}
+            figures = counts[f"{name}_seconds"] or {}
             row |= {f"{name}_{statistic}": figures.get(statistic) for statistic in ("mean", "p50", "p95", "p99")}
         rows.append(row)
     return rows
 
 
 def main() -> int:
-    """1 when a request failed."""
+    """Replay the trace and print the table. Returns 1 if a request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="http://HOST:PORT")
     parser.add_argument("--model", required=True)

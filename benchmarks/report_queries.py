@@ -1,9 +1,10 @@
-"""Times the reports over one day of twenty teams' seconds (1.7 million rows) and 200,000 requests, as JSON.
+"""The CPU time of reports over one day: a sample a second of 20 teams (1.7 million rows), and 200,000 requests. JSON.
 
     python benchmarks/report_queries.py [--teams 20] [--requests 200000]
 
-CPU seconds of this process, as another load on the machine does not change them: first with nothing but seconds, as
-after an upgrade, then with the hours summed, as it is every day. The database goes to a temporary directory.
+Times are CPU seconds of this process, which another load on the machine hardly changes. Reading the service samples is
+timed twice: with samples by the second only, as after an upgrade, and with the hours summed, as on every other day. The
+database lies in a temporary directory.
 """
 
 import argparse
@@ -34,7 +35,7 @@ TIERS = ("gold", "silver", "bronze")
 
 
 def ledger_rows(teams: int, requests: int) -> Iterator[LedgerRow]:
-    """In the order they finished, as a ledger has them."""
+    """The ledger rows of one day, in the order in which the requests finished."""
     rng = random.Random(1)
     for number, at_us in enumerate(sorted(START_US + rng.randrange(DAY_US) for _ in range(requests))):
         team = 1 + rng.randrange(teams)
@@ -67,7 +68,7 @@ def ledger_rows(teams: int, requests: int) -> Iterator[LedgerRow]:
 
 
 def second_rows(teams: int) -> Iterator[tuple[list[ServiceSampleRow], InterferenceRow, StepSampleRow]]:
-    """Every team in every second of the day, two thirds of them backlogged."""
+    """The samples of every second of the day. In each, about two thirds of the teams are backlogged."""
     for second in range(24 * 3600):
         at_us = START_US + second * 1_000_000 + 1
         service = [
@@ -90,7 +91,7 @@ def second_rows(teams: int) -> Iterator[tuple[list[ServiceSampleRow], Interferen
 
 
 def fill(path: Path, teams: int, requests: int) -> int:
-    """Returns how many rows of seconds there are."""
+    """Fill the database at `path`. Returns how many rows of samples by the second it has."""
 
     def insert(table: str, rows: Iterator[Any], kind: type[Any]) -> int:
         names = [field.name for field in fields(kind)]
@@ -113,7 +114,7 @@ def fill(path: Path, teams: int, requests: int) -> int:
 
 
 async def timed(database: Database, read: Callable[[AsyncConnection], Awaitable[Any]]) -> float:
-    """CPU seconds of one read."""
+    """CPU seconds of one read in a session of its own."""
     started = time.process_time()
     async with database.session() as connection:
         await read(connection)
@@ -121,7 +122,7 @@ async def timed(database: Database, read: Callable[[AsyncConnection], Awaitable[
 
 
 async def pieces(retention: Retention, now_us: int) -> dict[str, float]:
-    """What retention does at `now_us`."""
+    """Let retention do all that is due at `now_us`: the number of its pieces of work and their CPU seconds."""
     costs = []
     while retention.is_due(now_us):
         started = time.process_time()

@@ -1,9 +1,13 @@
-"""CPU time of deciding: `schedule` + `apply` of one step, policy included, on a simulated engine.
+"""The CPU time of one step's scheduling: `schedule` and `apply`, policy included, on a simulated engine.
 
-Default: 64 slots, 100 teams, 1,000 queued requests, kept at that by replacing each that ends. Three states are timed:
-`slots` (blocks are plenty, slots are what is short; KV could be swapped), `blocks` (the KV pool is what is short and
-nothing is swapped, so waiting sequences are tried and refused in every step), and `memory` (the same pool with a host
-pool four times its size, swapping ahead of time). For eg-mlfq each is timed with no team coasting and with every team.
+By default there are 64 slots, 100 teams and 1,000 queued requests. A request that ends is replaced, so the queue stays
+as long. Three states are timed:
+
+    slots     slots are short and blocks are plenty; KV could be swapped
+    blocks    the KV pool is short and nothing is swapped, so every step tries waiting sequences and refuses them
+    memory    the same KV pool with a host pool four times its size, and proactive swapping
+
+EG-MLFQ is timed in each state with no team coasting, and with every team coasting.
 
     python -m benchmarks.scheduler [--policy eg-mlfq] [--steps 2000] [--json]
 """
@@ -29,24 +33,24 @@ PROFILE = StepProfile(
 )
 PROMPT_MAX, OUTPUT_MEAN, OUTPUT_MAX = 600, 250, 1500  # tokens of a request
 TOKENS_MAX = PROMPT_MAX + OUTPUT_MAX
-TOKENS_MEAN = 700  # reserved by a request: prompt and max_tokens
+TOKENS_MEAN = 700  # what a request reserves: its prompt and max_tokens
 BLOCK_COPY_US = 86.0  # 368,640 bytes at 4 GiB/s
-HOST_POOLS = 4  # the host pool is so many device pools
+HOST_POOLS = 4  # the host pool's size in device pools
 
 
 @dataclass(frozen=True)
 class Timing:
-    """CPU microseconds per step over the timed steps."""
+    """What was measured over the timed steps. Times are microseconds, of CPU except for the modelled step."""
 
     policy: str
     short_of: str
-    is_coasting: bool  # every team is
+    is_coasting: bool  # whether every team coasts; else none does
     slots: int
     teams: int
     queued: int
     steps: int
     rows_mean: float
-    copies_mean: float  # in a step
+    copies_mean: float  # copies in a step
     p50_us: float
     p99_us: float
     schedule_p50_us: float
@@ -74,9 +78,9 @@ def measure(
     mode = "none" if short_of == "blocks" else "proactive"
     config = EngineConfig(kind="sim", policy=policy_name, max_batch_size=slots, memory_preemption=mode)
     if short_of == "slots":
-        num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # everybody fits
+        num_blocks = (queued + slots) * TOKENS_MAX // config.block_size  # room for every request
     else:
-        num_blocks = slots // 2 * TOKENS_MEAN // config.block_size  # half the slots' worth
+        num_blocks = slots // 2 * TOKENS_MEAN // config.block_size  # room for as many requests as half the slots
     policy = make_policy(policy_name, with_coasting(policy_config(config, PROFILE, 8192), is_coasting))
     clock = VirtualClock()
     runner = SimRunner(PROFILE, clock, block_copy_us=BLOCK_COPY_US)
@@ -146,7 +150,7 @@ def measure(
 
 
 def main() -> None:
-    """Time each policy asked for in both states and print one line each."""
+    """Time each policy in each state, and print a line for each timing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", action="append", help="default: eg-mlfq and fcfs")
     parser.add_argument("--slots", type=int, default=64)

@@ -1,4 +1,4 @@
-"""What differs between a simulated and a real engine, handed to the service as one value."""
+"""What differs between a simulated engine and a real engine, handed to `engine.process` as one value."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from policies.cost import StepProfile
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A runner with the clock it runs on, its step profile, its model and its KV pools in blocks."""
+    """A runner, the clock it runs on, its step profile, its model, and the sizes of its KV pools in blocks."""
 
     runner: Runner
     clock: Clock
@@ -19,4 +19,4 @@ class EngineParts:
     num_device_blocks: int
     num_host_blocks: int
     block_bytes: int = 0
-    block_copy_us: float = 0.0  # one block, one way: what swapping costs
+    block_copy_us: float = 0.0  # time to copy one block one way, device to host or back

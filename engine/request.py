@@ -1,15 +1,15 @@
-"""Requests and their sequences: what was asked, and where it stands.
+"""Requests and their sequences: what was asked, and how far it has come.
 
-A `Request` is one HTTP call and never changes. A `Sequence` is one row of a batch: it has one block table and one seed.
+A `Request` is one HTTP call and never changes. A `Sequence` is its row in the batch, with one block table and one seed.
 Each part of a sequence has one writer:
 
 * `Sequence` itself: the scheduler (`engine.step.scheduler`);
 * `Sequence.memory`: the KV memory (`engine.memory`);
-* `Sequence.pause`: the promises about pauses (`engine.step.pauses`);
+* `Sequence.pause`: how long pauses were, and what bounds them (`engine.step.pauses`);
 * `Sequence.bill`: the bills (`engine.memory.billing`).
 
-A sequence's status is nobody's to write: it follows from where the KV is, whether the sequence is in the newest step,
-and whether it has ended.
+Nobody writes a sequence's status. It follows from where the KV is, from whether the sequence is in the newest step, and
+from whether the sequence has ended.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from engine.wire.messages import FinishReason, SamplingParams
 
 
 class Status(StrEnum):
-    """Where a sequence is. Every live sequence is in exactly one."""
+    """Where a sequence is. A sequence has exactly one status at a time; `TRANSITIONS` says which may follow."""
 
     WAITING = "waiting"  # has no KV yet
     RUNNING = "running"  # in the newest step
@@ -29,8 +29,8 @@ class Status(StrEnum):
     SWAPPING_OUT = "swapping_out"  # KV on its way to the host
     SWAPPED = "swapped"  # KV on the host
     SWAPPING_IN = "swapping_in"  # KV on its way back
-    DROPPED = "dropped"  # KV gone, will be recomputed
-    FINISHED = "finished"  # ended, with a reason; no blocks left
+    DROPPED = "dropped"  # KV gone; the sequence will compute it again
+    FINISHED = "finished"  # ended, with a reason; the sequence holds no blocks
 
 
 _STATUS_OF: Mapping[Place, Status] = {
@@ -55,7 +55,7 @@ TRANSITIONS: Mapping[Status, tuple[Status, ...]] = {
 
 
 def transition_table() -> str:
-    """The legal changes as a Markdown table, as docs/architecture.md shows them."""
+    """The legal changes of status as the Markdown table that docs/architecture.md shows."""
     lines = ["| from | to |", "|---|---|"]
     for status, successors in TRANSITIONS.items():
         lines.append(f"| {status.name} | {', '.join(s.name for s in successors) or '(end)'} |")
@@ -64,7 +64,7 @@ def transition_table() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call as it was taken: `max_tokens` is already clamped to the context and the KV pool."""
+    """One call as the engine took it. `max_tokens` is already clamped to the model's context and to the KV pool."""
 
     request_id: str
     team_id: int
@@ -72,21 +72,20 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_us: int
-    start_by_us: int | None = None  # ends with "timeout" when its first step has not begun by then
+    start_by_us: int | None = None  # the request ends with "timeout" if its first step has not begun by this time
 
     @property
     def total_tokens_max(self) -> int:
-        """Prompt and output together, at most."""
+        """The most tokens that prompt and output can have together."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Pause:
-    """How long a sequence was kept from running, beside what was promised. Times are microseconds."""
+    """How long a sequence went without a step, and the bound that was promised for that. Times are microseconds."""
 
     longest_us: int = 0
-    bound_us: int = 0  # the largest bound that held when the sequence began to starve
-    is_starving: bool = False  # its team's starving_after has passed since its latest step
+    bound_us: int = 0  # the largest of the bounds that held when the sequence began to starve; 0 if it never starved
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +93,12 @@ class Bill:
     """What a sequence was charged, in microseconds of device time."""
 
     device_us: int = 0  # the sum of its charges
-    overhead_us: int = 0  # the part of it for copies and replays that its team caused
+    overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One batch row over its life."""
+    """One sequence from its arrival to its end. Times ending in `_us` are microseconds on the engine's clock."""
 
     seq_id: int
     request: Request
@@ -107,22 +106,22 @@ class Sequence:
     level: int
     pause: Pause = field(default_factory=Pause)
     bill: Bill = field(default_factory=Bill)
-    is_running: bool = False  # it is in the newest step
+    is_running: bool = False  # the sequence is in the newest step
     output_token_ids: list[int] = field(default_factory=list)
     level_path: list[int] = field(default_factory=list)
     first_step_us: int | None = None
     first_token_us: int | None = None
-    last_us: int = 0  # when its latest step ended; its arrival before
+    last_us: int = 0  # when its latest step ended; its arrival while it has had no step
     ended_us: int | None = None
     num_preemptions: int = 0
-    num_promotions: int = 0  # grants it had, once it has ended
-    work_us: int = 0  # stand-alone work of its tokens
+    num_promotions: int = 0  # promotions granted to the sequence; written at its end
+    work_us: int = 0  # a duration: what its tokens so far would have taken alone on the device
     finish_reason: FinishReason | None = None
-    error: str = ""  # why, for the reason "error"
+    error: str = ""  # what went wrong, if the reason is "error"
 
     @property
     def status(self) -> Status:
-        """Where the sequence is."""
+        """Where the sequence is, computed from its other fields."""
         place = self.memory.place
         if place is Place.DEVICE:
             return Status.RUNNING if self.is_running else Status.PAUSED
@@ -134,17 +133,20 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is in its blocks."""
+        """How many of its tokens have their KV, on the device or on the host."""
         return self.memory.num_computed
 
     @property
     def num_to_fill(self) -> int:
-        """Tokens whose KV it needs before it generates: its prompt, or all that had KV before a drop."""
+        """How many tokens need KV before the sequence can generate its next token.
+
+        That is its prompt. After a drop it is every token that had KV before the drop, if those are more.
+        """
         return max(len(self.request.prompt_token_ids), self.memory.replay_to)
 
     @property
     def is_half(self) -> bool:
-        """Its prompt is not whole yet, or not whole again."""
+        """Whether tokens are still to be fed before it generates: of its prompt, or of a replay after a drop."""
         return self.memory.num_computed < self.num_to_fill
 
     @property

@@ -21,7 +21,7 @@ _MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.\d+(Z|[+-]\d\d:\d\d)"
 
 
 class CommandError(Exception):
-    """A command that cannot do what it was asked: one line and an exit code."""
+    """A command cannot do what it was asked. Holds one line for stderr, the exit code, and a code for --json."""
 
     def __init__(self, message: str, exit_code: int = EXIT_ERROR, code: str = "error") -> None:
         super().__init__(message)
@@ -29,15 +29,19 @@ class CommandError(Exception):
         self.code = code
 
 
-# Databases, journals, logs and reports name teams and what they do: they are for their owner, also below a directory
-# that others may enter. Whoever is to read them gets the permission afterwards.
+# The files a command makes (databases, journals, logs, reports) name teams and what the teams do. So only the user who
+# runs the command may read them, even where others may enter the directory. An operator who wants others to read a file
+# changes its mode afterwards.
 PRIVATE_UMASK = 0o077
 
 
 @contextlib.contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
-    """Run a command: what it makes is its user's alone, and what it raises becomes one line on stderr (with --json also
-    a document on stdout) and its exit code."""
+    """Run a command inside the block, with the umask PRIVATE_UMASK.
+
+    An error that the block raises ends the process: one line on stderr, with `as_json` also a document on stdout, and
+    the exit code of that error. Raises SystemExit.
+    """
     before = os.umask(PRIVATE_UMASK)
     try:
         with _reporting(as_json):
@@ -78,11 +82,11 @@ def _reporting(as_json: bool) -> Iterator[None]:
         standard_files.give_up(sys.stdout)
         raise SystemExit(0) from None
     except OSError as error:
-        # A file of the data directory that is no file, or whose disk fails; httpx's errors are none of these.
+        # A file of the data directory is not a regular file, or its disk fails. httpx's errors are not OSErrors.
         text = disk_trouble(error) or (f"{error.filename}: {error.strerror}" if error.filename else str(error))
         failure = CommandError(text, EXIT_ERROR, "data_dir_unusable")
         try:
-            flush_standard_output()  # or it was this that failed
+            flush_standard_output()  # this may be the write that failed
         except CommandError as of_output:
             failure = of_output
     if as_json:
@@ -93,7 +97,10 @@ def _reporting(as_json: bool) -> Iterator[None]:
 
 
 def flush_standard_output() -> None:
-    """Write now what was printed. Raises BrokenPipeError when nobody reads it, CommandError when that is impossible."""
+    """Write what was printed now.
+
+    Raises BrokenPipeError when the reader has left, and CommandError when standard output cannot be written.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -104,7 +111,7 @@ def flush_standard_output() -> None:
 
 
 def output_failure(error: OSError) -> CommandError:
-    """What to say of standard output that cannot be written."""
+    """The error to raise when standard output cannot be written because of `error`."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     text = "the disk is full: standard output" if is_full else f"standard output cannot be written: {error.strerror}"
     return CommandError(text, code="out_unwritable")
@@ -116,12 +123,15 @@ def error_document(code: str, message: str) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    """One document, and nothing else on stdout. Raises BrokenPipeError, or CommandError when it cannot be written."""
+    """Print one JSON document, and nothing else, on stdout.
+
+    Raises BrokenPipeError when the reader has left, and CommandError when standard output cannot be written.
+    """
     try:
         print(json_text(value))
     except BrokenPipeError:
         raise
-    except OSError as error:  # a document that is larger than the buffer is written at once
+    except OSError as error:  # print itself writes a document that is larger than the buffer
         standard_files.give_up(sys.stdout)
         raise output_failure(error) from None
 
@@ -151,11 +161,15 @@ def print_table(
     *,
     has_total: bool = False,
 ) -> None:
-    """Rows as a table; the columns are the first row's keys unless given. Text is printed as text, never as markup.
-    With `has_total` a rule stands before the last row.
+    """Print rows as a table. Without `columns`, the columns are the keys of the first row.
 
-    What is too wide for the terminal gets headers of a word a line; else is turned on its side, a column for each row;
-    else becomes one record after the other. No value is ever cut or folded.
+    `has_total` draws a rule before the last row. Text is printed as it is, never read as markup, and no value is cut or
+    folded. The first of these layouts that fits the terminal's width is used:
+
+    - the table as it is,
+    - the table with each header broken into one word a line,
+    - the table on its side, with one column for each row,
+    - one record after the other.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -191,7 +205,7 @@ def print_table(
 
 
 def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool], has_total: bool) -> Any:
-    """The first line is the header."""
+    """A rich table of `lines`, of which the first holds the headers."""
     from rich.box import Box
     from rich.table import Table
     from rich.text import Text
@@ -206,7 +220,7 @@ def _table(lines: Sequence[Sequence[str]], is_right: Sequence[bool], has_total: 
 
 
 def print_record(record: Mapping[str, Any]) -> None:
-    """One thing as `name  value` lines."""
+    """Print one record as lines of `name  value`."""
     width = max((len(name) for name in record), default=0)
     for name, value in record.items():
         print(f"{name:<{width}}  {cell(value)}")

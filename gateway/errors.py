@@ -36,7 +36,11 @@ DOC_URL = "docs/reference.md#errors"
 
 
 class GatewayError(Exception):
-    """One refusal or failure. `details` go into the envelope's `terazi` object."""
+    """One refusal or failure.
+
+    `code` is the envelope's error code, `param` the field of the request that is wrong. `details` go into the
+    envelope's `terazi` object, `headers` into the response.
+    """
 
     status = 500
     type = "server_error"
@@ -59,8 +63,8 @@ class GatewayError(Exception):
         self._headers = dict(headers or {})
 
     def headers(self) -> dict[str, str]:
-        """The response headers this error brings, lower-case names."""
-        # A client library decides for itself about a 5xx; what is wrong with the request stays wrong.
+        """The response headers that this error adds, with lower-case names."""
+        # A 4xx will not get better by a retry, so we say so. For a 5xx the client library decides for itself.
         hint = {"x-should-retry": "false"} if self.status < 500 else {}
         return {"x-terazi-reason": self.code, **hint, **self._headers}
 
@@ -96,7 +100,7 @@ class ContextLengthExceeded(BadRequest):
 
 
 class Unauthenticated(GatewayError):
-    """No key, or a key that does not open anything. The same words whether it is unknown or wrong."""
+    """There is no key, or the key opens nothing. An unknown key and a wrong secret get the same words."""
 
     status = 401
     type = "authentication_error"
@@ -107,7 +111,7 @@ class Unauthenticated(GatewayError):
 
 
 class Forbidden(GatewayError):
-    """The key is good, but not for this."""
+    """The key is good, but it does not allow this call."""
 
     status = 403
     type = "permission_error"
@@ -150,7 +154,7 @@ class RequestTooLarge(GatewayError):
 
 
 class UnsupportedMediaType(GatewayError):
-    """A content type or content encoding that is not read here; the message says which is."""
+    """The server does not read this content type or content encoding. The message says which it reads."""
 
     status = 415
     type = "invalid_request_error"
@@ -169,10 +173,13 @@ class HeadersTooLarge(GatewayError):
 
 
 class Retryable(GatewayError):
-    """A refusal that may end by itself: says when to try again, unless no time can help."""
+    """A refusal that may end by itself.
+
+    Its headers say when to try again, in whole seconds, unless no wait can help.
+    """
 
     should_retry = True
-    has_time = True  # False: no time will help, so none is named
+    has_time = True  # False: no wait will help, so there is no Retry-After
     scope = "team"  # whose limit it is; "global" is the server's
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0, **kwargs: Any) -> None:
@@ -192,7 +199,7 @@ class Retryable(GatewayError):
 
 
 class RateLimited(Retryable):
-    """A limit of the caller's own team, project or key; it frees up within a minute."""
+    """A limit of the caller's own team has been reached. It frees up as requests end and as the minute passes."""
 
     status = 429
     type = "rate_limit_error"
@@ -200,7 +207,7 @@ class RateLimited(Retryable):
 
 
 class QuotaSpent(Retryable):
-    """A hard limit of a calendar period: retrying before its reset is pointless."""
+    """A limit of a calendar period has been reached. A retry before the period ends is pointless."""
 
     status = 429
     type = "insufficient_quota"
@@ -218,7 +225,7 @@ class Overloaded(Retryable):
 
 
 class Unavailable(Retryable):
-    """Our fault, and temporary."""
+    """The server cannot serve the request now; the cause is the server's, and it will pass."""
 
     status = 503
     type = "service_unavailable"
@@ -227,7 +234,7 @@ class Unavailable(Retryable):
 
 
 class EngineDied(Unavailable):
-    """The engine's connection ended with requests in it, or is not there."""
+    """There is no connection to the engine, or the connection ended while the request ran."""
 
     default_code = "engine_unavailable"
 
@@ -241,4 +248,4 @@ class EngineFailed(GatewayError):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; whatever was going on for it ends here."""
+    """The client closed its connection. The work for its request ends, and nobody gets an answer."""

@@ -22,12 +22,15 @@ from tenants.disk import disk_trouble
 
 _log = logging.getLogger("terazi.lock")
 
-# What a header carries as it is, and nobody guesses.
+# Printable ASCII, which a header carries unchanged, and long enough that nobody can guess it.
 _TOKEN = re.compile(r"[!-~]{16,512}", re.ASCII)
 
 
 class DataDirUnusable(Exception):
-    """The data directory cannot be made or written, or a file in it is damaged; the text says which and why."""
+    """The data directory cannot be made or written, or a file in it is damaged.
+
+    The text names the path and the reason.
+    """
 
 
 class DataDirLocked(Exception):
@@ -40,7 +43,10 @@ class DataDirLocked(Exception):
 
 
 class DataDirLock:
-    """Exclusive hold on a data directory. Use `acquire`, then `release` (or leave the process)."""
+    """Exclusive hold on a data directory: a context manager, or `acquire` and `release`.
+
+    The process's end releases it too.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
@@ -67,7 +73,7 @@ class DataDirLock:
         self._file = lock_file
 
     def release(self) -> None:
-        """Let go. Calling it again does nothing."""
+        """Let the directory go. A second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -93,7 +99,7 @@ def lock_holder(data_dir: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Does a process hold a lock on this file now?"""
+    """Whether a process holds an exclusive lock on this file now. False also when the file cannot be opened."""
     try:
         lock_file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -108,9 +114,10 @@ def is_held(path: Path) -> bool:
 
 
 def admin_token(data_dir: Path) -> str:
-    """The directory's admin token, made (mode 0600) when there is none. Call it only while holding the lock.
+    """The directory's admin token. Makes the file, with mode 0600, when it is not there. Call it only while holding the
+    lock.
 
-    Raises DataDirUnusable for one that is damaged: whoever has the old one would be locked out by a new one.
+    Raises DataDirUnusable when the token file is damaged: a new token would lock out everyone who has the old token.
     """
     path = data_dir / "admin.token"
     if path.exists() and (token := read_admin_token(data_dir, may_be_empty=True)):
@@ -130,12 +137,12 @@ def write_server_info(data_dir: Path, info: dict[str, Any]) -> None:
 
 
 def remove_server_info(data_dir: Path) -> None:
-    """The server no longer listens."""
+    """Withdraw what `write_server_info` published: the server no longer listens."""
     (data_dir / "server.json").unlink(missing_ok=True)
 
 
 def read_server_info(data_dir: Path) -> dict[str, Any] | None:
-    """What the lock's present holder has published, or None when it has published nothing (yet)."""
+    """What the present holder of the lock has published. None when it has published nothing so far."""
     try:
         info = json.loads((data_dir / "server.json").read_text())
     except (OSError, ValueError):
@@ -144,7 +151,10 @@ def read_server_info(data_dir: Path) -> dict[str, Any] | None:
 
 
 def read_admin_token(data_dir: Path, *, may_be_empty: bool = False) -> str:
-    """The token of a running server. Raises DataDirUnusable when this user may not read it, or it is damaged."""
+    """The admin token in this directory. With `may_be_empty`, an empty file gives "".
+
+    Raises DataDirUnusable when this user may not read the file, or the file is damaged.
+    """
     path = data_dir / "admin.token"
     try:
         token = path.read_text(encoding="ascii", errors="replace").strip()
@@ -156,7 +166,7 @@ def read_admin_token(data_dir: Path, *, may_be_empty: bool = False) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write whole or not at all, readable by the owner only from its first byte."""
+    """Write the whole file or nothing. Only its owner can ever read it. Raises DataDirUnusable."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     temporary.unlink(missing_ok=True)
     try:

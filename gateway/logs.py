@@ -1,4 +1,4 @@
-"""Log lines on stderr: one JSON object or one line of text each, without API keys, admin tokens and URLs' passwords."""
+"""Log lines on stderr, as JSON objects or as text. No line holds an API key, an admin token or a URL's password."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tenants.store_url import scrubbed
 
-# Wider than a whole key on purpose: a truncated key is still a secret. The public id stays, it is no secret.
+# Matches parts of a key too, because a truncated key is still a secret. The public id is no secret, so it stays.
 _SECRETS = re.compile(r"(trz-[0-9A-Za-z]{12}-)[0-9A-Za-z]{4,}|(trza-)[0-9A-Za-z_-]{4,}")
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -22,9 +22,10 @@ def redact(text: str) -> str:
 def one_line(text: str, chars_max: int) -> str:
     """`text` as one printable line of at most `chars_max` characters, without secrets.
 
-    What is not printable is written as its escape, so that nobody whose text is logged can begin a line of his own.
+    Characters that are not printable are written as their escapes. So a caller whose text is logged cannot begin a new
+    line.
     """
-    # Cut only after the secrets are out: a part of a secret that is cut away no longer looks like one.
+    # Take the secrets out first, then cut: a secret that is cut in the middle no longer looks like a secret.
     shown = _printable(redact(text.strip()))
     return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"
 
@@ -36,7 +37,7 @@ def _printable(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`time level logger message key=value ...`; message and values are printable, so a record begins one line."""
+    """`time level logger message key=value ...`. Message and values are printable, so only a traceback adds lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = "".join(f" {name}={value}" for name, value in _extra(record).items())
@@ -67,7 +68,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class _Lines(logging.StreamHandler[TextIO]):
-    """A line that cannot be written, since the reader has left or the disk is full, is lost and nothing else."""
+    """When a line cannot be written (the reader has left, the disk is full), the line is lost and the server goes
+    on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # the name is logging's
         if not isinstance(sys.exc_info()[1], OSError):

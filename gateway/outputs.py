@@ -1,6 +1,6 @@
 """Files that commands write for their callers: `--out` of the reports, and the pages of the demo.
 
-What a name stands for decides how it is written:
+How an output is written depends on what stands under its name:
 
     nothing, or a regular file   a file beside it, renamed over it: the whole output or the old file, never a half
     a link                       what it points to, by these rules; the link stays
@@ -24,12 +24,15 @@ from pathlib import Path
 from gateway.command import CommandError
 
 STANDARD_OUTPUT = "-"
-_LINKS_MAX = 40  # as Linux: more are a loop
+_LINKS_MAX = 40  # Linux's own bound: more links than this are a loop
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_output(out: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 to what `out` names (not `-`). Raises CommandError; BrokenPipeError when a reader left."""
+    """Write `text` as UTF-8 to what `out` names (not `-`).
+
+    Raises BrokenPipeError when the reader of a pipe has left, and CommandError for any other reason not to write.
+    """
     name, data = os.fspath(out), text.encode()
     try:
         descriptor = _own_descriptor(name)
@@ -45,7 +48,7 @@ def write_output(out: str | Path, text: str) -> None:
         if found is None or stat.S_ISREG(found.st_mode):
             _replace(Path(os.path.realpath(name)), found, data)
         else:
-            # A FIFO waits here for its reader, as it does for a shell.
+            # Opening a FIFO waits for its reader, as a shell would.
             _write_and_close(os.open(name, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), data)
     except BrokenPipeError:
         raise
@@ -54,7 +57,7 @@ def write_output(out: str | Path, text: str) -> None:
 
 
 def make_directory(out: Path) -> None:
-    """Make a directory for outputs, if it is not there, and see that files can be made in it. Raises CommandError."""
+    """Make the directory `out` if it is not there, and check that files can be made in it. Raises CommandError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -74,9 +77,9 @@ def unwritable(name: str, error: OSError | ValueError) -> CommandError:
 def _replace(path: Path, found: os.stat_result | None, data: bytes) -> None:
     """Write beside `path` and rename. `found` is the regular file that stands there, None for nothing."""
     if found is not None and not os.access(path, os.W_OK, effective_ids=True):
-        # The rename would pass over a file that its owner has made read-only.
+        # A rename needs no permission on the file it replaces, so it would overwrite a read-only file.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    # The name says nothing of `path`: a long name and a suffix would be too long together.
+    # The temporary name does not contain `path`'s own: a long name and a suffix could be too long together.
     handle, name = tempfile.mkstemp(prefix=".terazi-", dir=path.parent)
     try:
         if found is not None:
@@ -93,7 +96,7 @@ def _replace(path: Path, found: os.stat_result | None, data: bytes) -> None:
 
 
 def _become(handle: int, name: str, path: Path, found: os.stat_result) -> None:
-    """Give the new file the old one's owner, group, mode and access list."""
+    """Give the new file the old file's owner, group, mode and access list."""
     made = os.fstat(handle)
     if (made.st_uid, made.st_gid) != (found.st_uid, found.st_gid):
         try:
@@ -121,7 +124,7 @@ def _write_all(handle: int, data: bytes) -> None:
 def _own_descriptor(name: str) -> int | None:
     """The number of the open file of this process that `name` leads to, by /dev/stdout or /dev/fd/N.
 
-    What stands behind may be a regular file that a shell has opened for us to append to: it is not to be replaced.
+    A shell may have opened that file for us to append to, so it must not be replaced, even if it is a regular file.
     """
     path = os.path.abspath(name)
     for _ in range(_LINKS_MAX):

@@ -1,11 +1,13 @@
-"""One log line for each call that is refused, so that its `x-request-id` finds something, and its caller a name.
+"""One log line for each refused call, so that an operator finds its `x-request-id` and its caller in the log.
 
-A call that became a request has its own line ("request ended") and gets no second one. Lines are limited for each
-listener, error code and caller: so many a minute, and the next line after that says how many were left out. A caller is
-the public id of a key whose secret was right. Of all others it is the peer's address, since the id that a stranger
-sends is the stranger's choice. At most BUCKETS_MAX callers have a count of their own; further ones share one.
+A call that became a request has its own line ("request ended") and gets no second line. Lines are limited for each
+listener, error code and caller: so many lines a minute. The next line after a gap says how many were left out.
 
-A line holds no message and no query, since these repeat what the caller sent; path and method are made printable.
+A caller whose key has the right secret is named by the key's public id. Any other caller is named by the peer's
+address, because a stranger can send any id. At most BUCKETS_MAX callers have a count of their own; all further callers
+share one count.
+
+A line holds no message and no query, since these repeat what the caller sent. Path and method are made printable.
 The peer is the socket's: no header of a proxy is believed.
 """
 
@@ -32,14 +34,14 @@ PATH_CHARS_MAX = 200
 REASON_HEADER = b"x-terazi-reason"  # what makes an answer a refusal: every GatewayError has it, and nothing else
 IDENTITY_KEY = "terazi.identity"  # in the ASGI scope, once the caller is known
 BOOKED_KEY = "terazi.is_booked"  # in the ASGI scope, once the request has a line of its own
-_VERIFIED = ("key_revoked", "key_expired")  # said only when the secret was right
+_VERIFIED = ("key_revoked", "key_expired")  # errors that are raised only when the secret was right
 
 Fields = Mapping[str, object]
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """One minute of one caller's refusals with one code."""
+    """One minute of refusals on one listener, with one error code, of one caller."""
 
     ends_at: float
     num_lines: int = 0
@@ -59,16 +61,16 @@ class RefusalLog:
         self._lines_per_minute = lines_per_minute
         self._clock = clock
         self._buckets_max = buckets_max
-        self._buckets: OrderedDict[tuple[str, str, str], _Bucket] = OrderedDict()  # by the begin of their minute
+        self._buckets: OrderedDict[tuple[str, str, str], _Bucket] = OrderedDict()  # oldest minute first
         self._others = _Bucket(0.0)
 
     @property
     def num_buckets(self) -> int:
-        """Callers that have a count of their own."""
+        """Counts in use: one for each listener, error code and caller."""
         return len(self._buckets)
 
     def write(self, listener: str, code: str, caller: str, fields: Fields) -> None:
-        """Log one refusal, unless this caller had its lines of this minute."""
+        """Log one refusal, or only count it when this caller has had its lines of this minute."""
         now = self._clock()
         bucket = self._bucket((listener, code, caller), now)
         if bucket.num_lines >= self._lines_per_minute:
@@ -94,7 +96,7 @@ class RefusalLog:
         return bucket
 
     def _make_room(self, now: float) -> None:
-        """Forget minutes that are over, from the oldest on, when there are too many."""
+        """When there are too many counts, forget those whose minute is over, the oldest first."""
         while len(self._buckets) >= self._buckets_max:
             (listener, code, caller), oldest = next(iter(self._buckets.items()))
             if now < oldest.ends_at:
@@ -106,9 +108,10 @@ class RefusalLog:
 
 
 class LogRefusals:
-    """The outermost layer of a listener: sees each answer's head and logs those that refuse.
+    """The outermost layer of a listener: sees the head of each answer, and logs the answers that refuse.
 
-    `counts`, if given, counts them by code, also those without a line. `snapshot` names the team of a revoked key.
+    `counts`, if given, counts refusals by code, also those without a line. `snapshot`, if given, serves to look up the
+    team of a key that is revoked or expired.
     """
 
     def __init__(
@@ -158,7 +161,8 @@ class LogRefusals:
         self._refusals.write(self._listener, code, str(who.get("key_public_id", peer)), fields)
 
     def _who(self, scope: Scope, code: str) -> dict[str, str]:
-        """Team and key of a caller who has shown a right secret; else the id that was claimed, if it looks like one."""
+        """Team and key of a caller whose secret was right; else the public id that the caller claims, if the key has
+        one."""
         identity: Identity | None = scope.get(IDENTITY_KEY)
         if identity is None and self._snapshot is not None:
             claimed = claimed_id(scope["headers"])
@@ -182,7 +186,7 @@ def wire_refusals(refusals: RefusalLog, listener: str, counts: Counter[str] | No
 
 
 def claimed_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The public id in the key that a request carries, whether or not the key is any good; None if it is no key."""
+    """The public id in the key that a request carries, even if the key is wrong. None if the text is not a key."""
     try:
         parsed = key_format.parse(key_from(headers))
     except Unauthenticated:

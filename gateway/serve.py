@@ -2,10 +2,10 @@
 
 Up:   lock, sockets, schema, snapshot, ledger, HTTP (alive, not ready), engine, ready.
 Down: not ready, no new connections, running requests up to the drain time, the rest with an error event, ledger
-      written, engine ended, lock released. SIGTERM and SIGINT start it; a second signal changes nothing.
+      written, engine ended, lock released. SIGTERM and SIGINT start the way down; a second signal changes nothing.
 
-SIGHUP, SIGUSR1 and SIGUSR2 end a process that does not ask for them, and with it every running request. Here they leave
-one line in the log. SIGQUIT prints where each thread stands.
+By default SIGHUP, SIGUSR1 and SIGUSR2 would end the process and every running request. Here each of them only leaves a
+line in the log. SIGQUIT prints where each thread stands.
 """
 
 import asyncio
@@ -53,19 +53,22 @@ from tenants.snapshot import Snapshot
 
 _log = logging.getLogger("terazi.serve")
 
-# A closed terminal and a unit's reload send the first, log rotation the others.
+# A closed terminal and the reload of a systemd unit send SIGHUP; log rotation sends the other two.
 GOES_ON_AFTER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 QUICKSTART_TEAM = "demo"
-# After the drain time: for the error events to be read and the last rows to be closed.
+# After the drain time: how long clients may take to read the error events, and the last rows to be closed.
 BOOKING_SECONDS = 12.0
 ADMIN_CONNECTIONS_MAX = 32
 FOLLOWER_PAUSE_SECONDS_MAX = 30.0
-# Whoever has not said who it is by then gives its place up.
+# A connection to the admin listener that has not sent its head by then is closed: it may hold one of few places.
 ADMIN_HEAD_SECONDS = 5.0
 
 
 def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT. Raises CommandError, DataDirLocked or DataDirUnusable: one line, no traceback."""
+    """Serve until SIGTERM or SIGINT. `quickstart` makes a team and prints a request with a fresh key of that team.
+
+    Raises CommandError, DataDirLocked, DataDirUnusable or StoreUnreachable, each with one line that says what to mend.
+    """
     import uvloop
 
     process_memory.limit_arenas()
@@ -85,7 +88,7 @@ def run(settings: Settings, *, quickstart: bool = False, as_json: bool = False) 
         except TenantError as error:
             raise CommandError(error.message, code=error.code) from None
         except OSError as error:
-            # A full or failing disk: nothing of ours that a traceback would help with.
+            # The disk is full or fails. That is no bug, so a traceback would not help.
             why = disk_trouble(error, settings.data_dir)
             raise CommandError(why or f"{error.filename or settings.data_dir}: {error.strerror or error}") from None
         finally:
@@ -116,7 +119,7 @@ class _Announcement:
 
 
 def _say(text: str) -> None:
-    """Tell whoever looks at standard output; that nobody does is no reason to end."""
+    """Print on standard output. When nobody reads it, the server logs that and goes on."""
     failure = standard_files.say(text)
     if failure is not None:
         _log.warning("standard output is lost (%s); the server goes on without it", failure.strerror)
@@ -152,7 +155,7 @@ class _Server:
             loop.add_signal_handler(number, self._stop.set)
         for number in GOES_ON_AFTER:
             loop.add_signal_handler(number, _note_signal, number)
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # standard error is no file here
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # standard error may be no real file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         async with contextlib.AsyncExitStack() as stack:
             public_sockets = bind(settings.host, settings.port)
@@ -175,7 +178,6 @@ class _Server:
                 settings=HttpSettings(
                     max_body_bytes=settings.max_body_bytes,
                     early_headers_after=settings.early_headers_after,
-                    idle_connection_timeout=settings.keep_alive_timeout,
                     default_max_tokens=settings.default_max_tokens,
                     process_above_bytes=settings.process_above_bytes,
                     prepare_team_bytes=settings.prepare_team_bytes,
@@ -231,7 +233,7 @@ class _Server:
         self._lives = EngineLives(
             short_life_seconds=settings.engine_short_life,
             short_lives_max=settings.engine_short_lives_max,
-            # To look for an engine that somebody else starts costs nothing, so it is not put off for as long.
+            # Looking for an engine that somebody else starts costs nothing, so the pause between looks stays short.
             pause_seconds_max=min(pause_max, FOLLOWER_PAUSE_SECONDS_MAX) if settings.engine_socket else pause_max,
         )
         if settings.engine_socket:
@@ -260,7 +262,7 @@ class _Server:
         engine_task = asyncio.create_task(self._supervisor.run(), name="engine")
         stop_task = asyncio.create_task(self._stop.wait(), name="stop")
         trim_task = asyncio.create_task(self._keep_trimmed(public), name="trim")
-        # Ends when another gateway has taken the store: then this one ends too.
+        # This task ends when another gateway has taken the store. Then this gateway ends too.
         lock_task = asyncio.create_task(self._store.lock.watch(), name="store-lock")
         info = {"pid": os.getpid(), "url": self._announcement.url, "admin_url": self._announcement.admin_url}
         lock.write_server_info(self._settings.data_dir, info)
@@ -282,14 +284,15 @@ class _Server:
                 raise ending
 
     async def _keep_trimmed(self, public: HttpServer) -> None:
-        """Floods end, and their memory goes back; `public` knows its connections."""
+        """Give memory back after a flood of requests. `public` counts connections and answers."""
         await process_memory.keep_trimmed(
             lambda: public.num_changes,
             lambda: self._client.num_streams > 0,
         )
 
     async def _drain(self, public: HttpServer, public_task: "asyncio.Task[None]") -> None:
-        """Running requests may end by themselves for a while; the rest are ended. Then every row is booked."""
+        """Let running requests end by themselves for `drain_timeout`, end the rest, and wait until every row is
+        closed."""
         self._state.is_draining = True
         lock.remove_server_info(self._settings.data_dir)
         open_at_start = self._client.num_streams
@@ -304,7 +307,11 @@ class _Server:
             await asyncio.sleep(0.02)
 
     async def _connect(self) -> None:
-        """The engine listens: greet it, load its tokenizer, and with the first one say that we are ready."""
+        """Called when the engine listens: greet it; on the first connection, load the tokenizer and announce the
+        server.
+
+        Raises EngineStartError.
+        """
         try:
             hello = await self._client.connect()
         except EngineDied as error:
@@ -326,7 +333,7 @@ class _Server:
         self._announcement.show(hello, self._as_json)
 
     async def _make_quickstart_key(self) -> str:
-        """Team `demo`, made once, and a fresh key."""
+        """A fresh key of the team `demo`, which is made if it is not there."""
         import httpx
 
         from gateway.admin.client import AdminClient
@@ -345,7 +352,7 @@ class _Server:
         return str(answer["key"])
 
     def _follow(self, snapshot: Snapshot) -> None:
-        """The engine gets the teams of every snapshot."""
+        """Send the teams of a new snapshot to the engine."""
         self._client.configure_teams(snapshot.team_terms())
 
     def _book_samples(self, samples: ServiceSamples) -> None:

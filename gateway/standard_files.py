@@ -1,8 +1,11 @@
-"""Standard input, output and error of a command whose reader has left, or that was started without them.
+"""Keeps standard input, output and error usable when a reader has left, or when the command was started without them.
 
-Three things go wrong otherwise. A descriptor that was closed at the start (`>&-`) is given to the next file that is
-opened, so that a stray message could be written into the database. A reader that leaves (`| head -1`) makes every later
-write fail. What is still buffered at the end fails when the interpreter ends, with a message and exit code 120.
+Three things would go wrong otherwise:
+
+- The kernel gives the number of a standard file that was closed at the start (`>&-`) to the next file that is opened. A
+  stray message could then be written into the database.
+- After a reader has left (`| head -1`), every later write fails.
+- What is still buffered at the end fails when the interpreter ends, with a message and exit code 120.
 """
 
 import contextlib
@@ -11,17 +14,17 @@ import os
 import sys
 from typing import TextIO
 
-# The reader has left, or the terminal has (a write to a terminal that hung up).
+# EPIPE: the reader has left. EIO: the terminal has hung up.
 _NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 def hold() -> None:
-    """Put /dev/null in the place of each standard file that is closed. Call it before anything else is opened."""
+    """Put /dev/null in the place of each standard file that is closed. Call it before any other file is opened."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is the one that is closed, since those below it are open by now.
+            # open() takes the lowest free number. That is `number`, since all numbers below it are open by now.
             opened = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
             assert opened == number, "a standard file was opened by somebody else at the same time"
             os.set_inheritable(number, True)
@@ -34,19 +37,19 @@ def hold() -> None:
 
 
 def _over(number: int, mode: str) -> TextIO:
-    """A text file on one of the standard descriptors, which it leaves open."""
+    """A text file on the standard descriptor `number`. Closing the file leaves the descriptor open."""
     return open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # type: ignore[return-value]
 
 
 def nobody_reads(error: OSError) -> bool:
-    """Is this what a write says when its reader has left?"""
+    """Whether a write failed with `error` because its reader has left."""
     return error.errno in _NOBODY_READS
 
 
 def say(text: str) -> OSError | None:
-    """Print `text` on standard output at once. When it cannot be written, all further output is dropped.
+    """Print `text` on standard output at once. When that fails, drop all further output and return the error.
 
-    For a server: what it prints is for whoever looks, and never a reason to end. Returns why it could not be written.
+    For a server, whose output is a courtesy: a failure to print is no reason to end.
     """
     try:
         print(text, flush=True)
@@ -57,7 +60,7 @@ def say(text: str) -> OSError | None:
 
 
 def give_up(stream: TextIO) -> None:
-    """Send what this stream holds, and all that is still written to it, to /dev/null."""
+    """Send what `stream` has buffered, and all that is written to it from now on, to /dev/null."""
     with contextlib.suppress(OSError, ValueError):  # a stream in memory has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -69,7 +72,10 @@ def give_up(stream: TextIO) -> None:
 
 
 def finish() -> OSError | None:
-    """Write what is buffered, at a command's end. Returns why it could not be written, unless nobody reads it."""
+    """Write what is buffered, at a command's end.
+
+    Returns the error of standard output, but None when its reader left.
+    """
     failure = None
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -79,5 +85,5 @@ def finish() -> OSError | None:
             if stream is sys.stdout and not nobody_reads(error):
                 failure = error
         except ValueError:
-            pass  # closed by whoever knew that nobody reads it
+            pass  # the stream is closed already: its reader had left
     return failure

@@ -1,4 +1,4 @@
-"""Opening the store as the server and the offline CLI do it, always while holding the data directory's lock."""
+"""Opens the store for the server and for the offline CLI. Both hold the data directory's lock when they write."""
 
 import asyncio
 import contextlib
@@ -32,10 +32,10 @@ class Store:
 
 @contextlib.asynccontextmanager
 async def open_store(settings: Settings, url: str) -> AsyncIterator[Store]:
-    """Hold the store as the gateway at `url`, upgrade the schema, read the tenants, replay the journal and start the
-    ledger; at the end everything is written.
+    """Open the store for the gateway at `url`, inside the block.
 
-    Raises TenantError; StoreInUse when another gateway holds the store.
+    At the start: hold the store, upgrade the schema, read the tenants, replay the journal, start the ledger. At the end
+    the ledger writes all its rows. Raises TenantError; of these, StoreInUse when another gateway holds the store.
     """
     async with hold_store(settings.database_url, f"{GATEWAY}{url} ({_process()})") as lock:
         from tenants import migrate  # alembic is not needed while serving
@@ -80,9 +80,9 @@ async def _tenants(settings: Settings) -> AsyncIterator[tuple[Database, Snapshot
 
 @contextlib.asynccontextmanager
 async def offline_admin_state(settings: Settings, token: str) -> AsyncIterator[AdminState]:
-    """The admin app's state when no server runs: nothing is ready, and there are no metrics.
+    """The admin app's state when no server runs. Its status is not ready, and it has no metrics.
 
-    Raises TenantError; StoreInUse when a gateway with another data directory holds the store.
+    Raises TenantError; of these, StoreInUse when a gateway with another data directory holds the store.
     """
     async with (
         hold_store(settings.database_url, f"a command ({_process()})"),
@@ -108,9 +108,10 @@ async def _upgraded_tenants(settings: Settings) -> AsyncIterator[tuple[Database,
 
 @contextlib.asynccontextmanager
 async def reading_admin_state(settings: Settings, token: str) -> AsyncIterator[AdminState]:
-    """The admin app's state for calls that only read when no server runs. Nothing is made, upgraded or locked.
+    """The admin app's state for calls that only read, when no server runs. Makes, upgrades and locks nothing.
 
-    Raises NotFound when no server has run there; StoreUnavailable when the database is of another version or away.
+    Raises NotFound when no server has run there, and StoreUnavailable when the database has another schema version or
+    does not answer.
     """
     from tenants import migrate
 
@@ -126,7 +127,7 @@ async def reading_admin_state(settings: Settings, token: str) -> AsyncIterator[A
         )
     database = Database.read_only(settings.database_url)
     try:
-        # Nothing is read from the snapshot: no caller is let in by a key, and without an engine no pause follows.
+        # Nobody reads the snapshot here: no API key is checked, and without an engine there are no maximum pauses.
         holder = SnapshotHolder(database, Pepper.of(os.urandom(32)))
         yield AdminState(token=token, database=database, snapshot_holder=holder)
     finally:
@@ -134,7 +135,10 @@ async def reading_admin_state(settings: Settings, token: str) -> AsyncIterator[A
 
 
 def upgrade_database(settings: Settings) -> str:
-    """Bring the schema to the newest revision and return it. Raises TenantError, also while a gateway runs on it."""
+    """Bring the schema to the newest revision and return that revision.
+
+    Raises TenantError; of these, StoreInUse while a gateway runs on the store.
+    """
     from tenants import migrate
 
     async def upgrade() -> str:

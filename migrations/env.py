@@ -1,7 +1,7 @@
-"""Alembic's environment. `tenants.migrate` hands over an open connection, inside the transaction it will commit.
+"""Alembic's environment. `tenants.migrate` hands over an open connection, in a transaction that `tenants.migrate` ends.
 
-There is no alembic.ini: settings come from `tenants.migrate.alembic_config`, which also serves `alembic` itself when a
-developer writes a new revision (then a connection is made here from the URL).
+There is no alembic.ini: the settings come from `tenants.migrate.alembic_config`. A developer who writes a new revision
+uses the same settings; then no connection is handed over, and this module makes it from the URL.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tenants.tables import metadata
 
 
 def _run(connection: Connection) -> None:
-    # SQLite's DDL takes part in transactions once the driver leaves BEGIN to us, so an upgrade is all or nothing.
+    # SQLite's DDL takes part in transactions, because our driver leaves BEGIN to us. So an upgrade is all or nothing.
     context.configure(connection=connection, target_metadata=metadata, transactional_ddl=True, render_as_batch=True)
     with context.begin_transaction():
         context.run_migrations()

@@ -15,6 +15,7 @@ from operator import attrgetter
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
+from policies.team_counters import POLICY_TOTALS
 
 LANE_P = -4  # below every rank of a level
 
@@ -65,7 +66,7 @@ class RankedSequence:
         self.is_away = False  # its KV is on the host, or on the way there or back
         self.is_refused = False  # when last tried, its blocks were missing or on their way
         self.step = 0  # the last step it was taken into
-        self.min_run_left = 0  # steps in which it still keeps its slot
+        self.min_run_left = 0  # steps in which it still keeps its slot, as the memory says
         self.grant_left = 0  # work it may still do in lane P
         self.grant_unused = 0  # what was left of a grant that it handed back
         self.last_service = 0  # when its last step ended; its arrival until then
@@ -193,7 +194,6 @@ class TeamShare:
     __slots__ = (
         "backlogged_us",
         "coast",
-        "entitled_us",
         "is_configured",
         "lag",
         "left_at",
@@ -203,14 +203,13 @@ class TeamShare:
         "num_refused",
         "num_started",
         "num_taken",
-        "overhead_us",
         "provisional",
-        "served_us",
         "step_cost",
         "step_decode",
         "step_overhead",
         "team_id",
         "terms",
+        "totals",
         "unit",
         "was_active",
         "weight",
@@ -235,9 +234,8 @@ class TeamShare:
         self.step_cost = 0  # of its rows, and its overheads
         self.step_decode = 0  # the part of `step_cost` that is for decode rows
         self.step_overhead = 0
-        self.served_us = 0
-        self.overhead_us = 0
-        self.entitled_us = 0
+        # The declared counters that are running totals, by name. A counter that is not declared is a KeyError.
+        self.totals = dict.fromkeys(POLICY_TOTALS, 0)
         self.backlogged_us = 0
         self.was_active = False
 

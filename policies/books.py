@@ -13,7 +13,17 @@ from policies.lag import LagMeter
 from policies.levels import Levels
 from policies.next_turn import TurnEstimator
 from policies.promotion import Promotions
-from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, StepTime, TeamService, TeamTerms, Turn
+from policies.sequences import (
+    AS_SERVED,
+    Overhead,
+    SequenceTerms,
+    Served,
+    Starving,
+    StepTime,
+    TeamService,
+    TeamTerms,
+    Turn,
+)
 
 
 class MeteredPolicy:
@@ -79,18 +89,19 @@ class MeteredPolicy:
             if sequence.step == 0:
                 self._fresh[sequence] = None
 
-    def begin(self, now_us: int) -> None:
+    def begin(self, now_us: int) -> list[Starving]:
         """Start picking for one step. Grants of promotion are given out here."""
         assert self._is_settled, "begin before the last step was settled"
         self._is_settled = False
         self._modelled_us = 0
         self._now_us = now_us
-        self._promotions.begin(now_us, self._step)
+        starving = self._promotions.begin(now_us, self._step)
         self._step += 1
         self._planned = self._meter.active.copy()
         for team in self._taken:
             team.num_taken = 0
         self._taken = []
+        return starving
 
     def _book_taken(self, sequence: RankedSequence, work_us: int, cost_us: int | None) -> None:
         """The sequence is in the step: its team's lag grows at once by what the step will probably cost it."""
@@ -170,7 +181,7 @@ class MeteredPolicy:
             total += self._bill(overheads, billed)
         self._meter.settle(self._planned, self._step, total, max(costs, default=0), time)
         for team in billed:
-            team.served_us += team.step_cost
+            team.totals["served_us"] += team.step_cost
             team.step_cost = team.step_overhead = team.step_decode = 0
         self._rows = rows
         self._levels.charge(rows, now_us, self._promotions)
@@ -200,7 +211,7 @@ class MeteredPolicy:
         planned = set(self._planned)
         for overhead in overheads:
             team = self._meter.account(overhead.team_id)
-            team.overhead_us += overhead.cost_us
+            team.totals["overhead_us"] += overhead.cost_us
             if team in planned:
                 total += overhead.cost_us
                 team.step_cost += overhead.cost_us
@@ -209,7 +220,7 @@ class MeteredPolicy:
                     billed.append(team)
             else:
                 team.lag += overhead.cost_us * team.unit
-                team.served_us += overhead.cost_us
+                team.totals["served_us"] += overhead.cost_us
                 team.was_active = True
         return total
 
@@ -235,17 +246,16 @@ class MeteredPolicy:
             self._meter.num_refused -= 1
         self._meter.exit(team)
 
-    def swapped_in(self, seq_id: int) -> None:
-        """Its blocks are back: it is no longer refused, and its minimum run begins."""
-        self.fits_again(seq_id)
-        if self._config.min_run_steps:
-            sequence = self._sequences[seq_id]
-            sequence.min_run_left = self._config.min_run_steps
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        """Its minimum run begins, goes on or ends. Raises KeyError for a sequence that is not here."""
+        assert self._is_settled, "protect within a step"
+        sequence = self._sequences[seq_id]
+        was_kept = sequence.min_run_left > 0
+        sequence.min_run_left = num_steps
+        if num_steps and not was_kept:
             sequence.team.levels.keep(sequence)
-
-    def is_protected(self, seq_id: int) -> bool:
-        """It has not yet run `min_run_steps` steps since its upload."""
-        return self._sequences[seq_id].min_run_left > 0
+        elif was_kept and not num_steps:
+            sequence.team.levels.end_keep(sequence)
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """By `policies.next_turn`. Raises KeyError for a sequence that is not here."""
@@ -292,20 +302,15 @@ class MeteredPolicy:
         budget = self._promotions.budget(team)
         return TeamService(
             team_id=team.team_id,
-            served_us=team.served_us,
-            entitled_us=team.entitled_us,
             backlogged_us=team.backlogged_us,
+            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
+            is_coasting=team.levels.is_coasting,
+            waiting_levels=tuple(waiting_levels),
             waiting=team.num_live - team.num_taken,
             running=team.num_taken,
-            lag=(team.lag - least) / self._meter.scale if team.num_live else 0.0,
-            promotions=budget.num_grants if budget else 0,
-            is_coasting=team.levels.is_coasting,
-            exhausted=budget.exhausted if budget else 0,
             budget_us=budget.held_us(self._now_us) if budget else 0,
             starving=len(budget.queue) if budget else 0,
-            promoted_us=budget.promoted_us if budget else 0,
-            overhead_us=team.overhead_us,
-            waiting_levels=tuple(waiting_levels),
+            **team.totals,
         )
 
     def lags(self) -> dict[int, Fraction]:

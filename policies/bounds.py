@@ -1,10 +1,16 @@
-"""Every width and bound that the policy promises: Theta, u, the lag between teams, the longest pause.
+"""Every width and bound that the policy keeps and promises: Theta, u, the lag between teams, the longest pause.
 
-Whoever prints a promise computes it here: the engine's samples, the admin API, the reports. Weights are those of the
-configured teams.
+Whoever needs one has it from here: the lag meter and the gate, the engine's samples, the admin API, the reports. The
+weights are those of the configured teams, so that what is enforced is what is printed.
+
+A team that is gone from the table but still has sequences keeps its own weight, and that may be less than any
+configured one. One step of such a team moves its D by up to its own step over its own weight, which is more than u. In
+the bound of a pair with such a team, the larger of the two takes the place of u: Theta + 2 max(u, step / weight).
 """
 
+import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 
 from policies.config import PolicyConfig
@@ -13,19 +19,51 @@ from policies.sequences import TeamTerms
 _WHOLE = 100  # promotion_percent is in percent
 
 
-def step_width(config: PolicyConfig, weights: Collection[int]) -> Fraction:
-    """u, in cost-microseconds per unit of weight: one sequence's most in one step over the least weight."""
-    return Fraction(config.step_cost_max_us, min(weights))
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Differences of D under one table of teams, in cost-microseconds per unit of weight times `scale`: integers, as
+    the lag meter keeps D.
+    """
+
+    scale: int
+    theta: int  # how far ahead of the least D a team may start a step; rounded down, which no comparison of D notices
+    step: int  # u: the most that one sequence costs in one step, over the least weight
+
+    @property
+    def band(self) -> int:
+        """Theta + u: how far above the least D a team may join, or keep when the table changes; and how far below it a
+        team stays that cannot run.
+        """
+        return self.theta + self.step
+
+    @property
+    def narrow(self) -> int:
+        """Theta + 2u: the most that D of two able teams differs, at any number of slots."""
+        return self.theta + 2 * self.step
+
+    @property
+    def wide(self) -> int:
+        """2 Theta + 4u: the same while sequences are refused for blocks."""
+        return 2 * self.narrow
 
 
-def gate_width(config: PolicyConfig, weights: Collection[int]) -> Fraction | None:
-    """Theta for a table of teams with these weights, in cost-microseconds per unit of weight; None is infinite."""
+def make_widths(config: PolicyConfig, weights: Collection[int], scale: int) -> Widths | None:
+    """The widths for configured teams of these weights; `scale` is a multiple of each weight. None: there is no gate,
+    and nothing bounds D. An empty table counts as one team of weight 1.
+    """
     if not config.is_gated:
         return None
+    least, total = min(weights, default=1), sum(weights) or 1
     if config.theta_us is not None:
-        return Fraction(config.theta_us)
-    window = Fraction(config.fairness_window_us, sum(weights))
-    return max(window, Fraction(config.quantum_cost_us, min(weights)))
+        theta = config.theta_us * scale
+    else:
+        theta = max(config.fairness_window_us * scale // total, config.quantum_cost_us * scale // least)
+    return Widths(scale, theta, config.step_cost_max_us * scale // least)
+
+
+def exact_widths(config: PolicyConfig, weights: Collection[int]) -> Widths | None:
+    """The same at a scale at which nothing is rounded. `weights` are those of at least one team."""
+    return make_widths(config, weights, math.lcm(sum(weights), *weights))
 
 
 def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool = False) -> Fraction | None:
@@ -35,8 +73,8 @@ def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool 
     beforehand the error of one estimate, times the slots, over the least weight comes on top; so does what copies cost
     a team beyond its rows.
     """
-    theta = gate_width(config, weights)
-    return None if theta is None else (theta + 2 * step_width(config, weights)) * (1 + is_short)
+    widths = exact_widths(config, weights)
+    return None if widths is None else Fraction(widths.wide if is_short else widths.narrow, widths.scale)
 
 
 def pause_bound_us(

@@ -2,7 +2,7 @@
 
 Everything here follows from the step profile and the settings, is fixed for the life of a policy, and is an integer,
 so that the same configuration and the same events give the same schedule. What also depends on the teams' weights
-(Theta, u) is worked out by `policies.lag` whenever the table of teams changes.
+(Theta, u) is worked out by `policies.bounds` whenever the table of teams changes.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,8 @@ class PolicyConfig:
     coast_above_percent: int = 50  # CV^2 above which it stops
     coast_completions: int = 256  # latest completions of a team that CV^2 is taken over
     coast_completions_min: int = 8  # fewer say nothing
-    promotion_percent: int = 20  # eta: all budgets together refill with this part of the device's time; 0 is none
+    promotion_percent: int = 20  # eta: work that all budgets together gain, in percent of time; 0 is none
     grant_us: int | None = None  # G, work of one grant; None is q_2 (the last finite quantum when there are fewer)
-    min_run_steps: int = 8  # m: steps an uploaded sequence keeps its slot and its blocks
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -52,8 +51,6 @@ class PolicyConfig:
             raise ValueError("promotion_percent must be from 0 to 99")
         if self.promotion_grant_us < 1:
             raise ValueError("grant_us must be positive")
-        if self.min_run_steps < 0:
-            raise ValueError("min_run_steps is negative")
         if not 0 <= self.coast_below_percent <= self.coast_above_percent:
             raise ValueError("coast_below_percent must be from 0 to coast_above_percent")
         if not 1 <= self.coast_completions_min <= self.coast_completions:
@@ -90,7 +87,6 @@ def from_profile(
     block_size: int = 16,
     coast: bool = True,
     promotion_percent: int = 20,
-    min_run_steps: int = 8,
 ) -> PolicyConfig:
     """The default constants (`docs/scheduling.md`): q_0 is twice the profiled decode step, u the largest chunk at the
     largest context (or a decode there, if that is more). `chunk_tokens` is the most prompt tokens of one sequence in
@@ -112,5 +108,4 @@ def from_profile(
         chunk_work_us=min(profile.prefill_work_us(0, chunk), round(profile.fixed_us) + (chunk_us or 1 << 62)),
         coast=coast,
         promotion_percent=promotion_percent,
-        min_run_steps=min_run_steps,
     )

@@ -31,6 +31,7 @@ from policies.accounts import RankedSequence, TeamShare, has_token, may_fit, was
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
 from policies.prompt_time import even_prompt_us
+from policies.sequences import Starving
 
 
 class EgMlfq(MeteredPolicy):
@@ -47,20 +48,26 @@ class EgMlfq(MeteredPolicy):
         self._limit = 0  # no candidate of `_gated` is within it, every one of `_eligible` is, unless `_is_stale`
         self._is_stale = False
 
-    def begin(self, now_us: int) -> None:
-        super().begin(now_us)
+    def begin(self, now_us: int) -> list[Starving]:
+        starving = super().begin(now_us)
+        self._begin_picking()
+        return starving
+
+    def _begin_picking(self) -> None:
+        """Put each team's best candidate on its side of the gate."""
         planned = self._planned
         self._walks = {}
         self._gated = []
         self._is_stale = False
         heads = [head for team in planned if (head := team.levels.head) is not None]
-        if self._meter.theta is None:
+        widths = self._meter.widths
+        if widths is None:
             self._eligible = [(head.rank, head.team.lag, head.place, head) for head in heads]
             heapify(self._eligible)
             return
         self._able = [(team.lag, team.team_id, team) for team in planned if team.num_live > team.num_refused]
         heapify(self._able)
-        self._limit = limit = self._find_least() + self._meter.theta
+        self._limit = limit = self._find_least() + widths.theta
         self._eligible = [(head.rank, lag, head.place, head) for head in heads if (lag := head.team.lag) <= limit]
         heapify(self._eligible)
         if len(self._eligible) < len(heads):
@@ -128,7 +135,7 @@ class EgMlfq(MeteredPolicy):
             if following is not None:
                 heads.append(following)
         limit = self._limit
-        is_gated = self._meter.theta is not None
+        is_gated = self._meter.widths is not None
         self._eligible = [(h.rank, h.team.lag, h.place, h) for h in heads if not is_gated or h.team.lag <= limit]
         self._gated = [(h.team.lag, h.place, h) for h in heads if is_gated and h.team.lag > limit]
         heapify(self._eligible)
@@ -137,14 +144,14 @@ class EgMlfq(MeteredPolicy):
 
     def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
         """By `policies.prompt_time`; lags are those at the step's beginning."""
-        theta = self._meter.theta
+        widths = self._meter.widths
         teams = self._meter.teams
         team = teams[team_id]
         rivals = [(teams[other], part_us) for other, part_us in others.items() if other != team_id and part_us > 0]
-        if theta is None or not rivals:
+        if widths is None or not rivals:
             return None
         least = min([rival.lag - rival.provisional for rival, _ in rivals])
-        slack = (least + theta - team.lag + team.provisional) // team.unit
+        slack = (least + widths.theta - team.lag + team.provisional) // team.unit
         return max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
 
     def leave_prompts(self, team_id: int) -> None:
@@ -155,6 +162,9 @@ class EgMlfq(MeteredPolicy):
         if granted is not None and not granted.step:
             self._promotions.hold_back(granted)
         self._pass_over(team_id, was_taken)
+
+    def leave_team(self, team_id: int) -> None:
+        self._pass_over(team_id, _nobody)
 
     def _pass_over(self, team_id: int, may_stay: Callable[[RankedSequence], Any]) -> None:
         """Of the team's candidates only those that `may_stay` are offered in what is left of this step. Its next one is
@@ -208,14 +218,14 @@ class EgMlfq(MeteredPolicy):
         So blocks are never kept for a team that is ahead of its share, against one that is behind: large or exaggerated
         demands would buy the others' share.
         """
-        theta = self._meter.theta
-        if theta is None:
+        widths = self._meter.widths
+        if widths is None:
             return None
         lags = {team_id: (team := self._meter.teams[team_id]).lag - team.provisional for team_id in team_ids}
         if not lags:
             return None
         first = min(lags, key=lambda team_id: (lags[team_id], team_id))
-        return holder if holder in lags and lags[holder] <= lags[first] + theta else first
+        return holder if holder in lags and lags[holder] <= lags[first] + widths.theta else first
 
     def _advance(self, team: TeamShare) -> None:
         """Replace the top of `_eligible`, which is `team`'s, by the team's next candidate, on its side of the gate."""
@@ -223,7 +233,7 @@ class EgMlfq(MeteredPolicy):
         eligible = self._eligible
         if following is None:
             heappop(eligible)
-        elif team.lag <= self._limit or self._meter.theta is None:
+        elif team.lag <= self._limit or self._meter.widths is None:
             heapreplace(eligible, (following.rank, team.lag, following.place, following))
             return
         else:
@@ -243,11 +253,11 @@ class EgMlfq(MeteredPolicy):
     def _regate(self) -> None:
         """Work out the limit and move candidates to the side of the gate where they belong."""
         self._is_stale = False
-        theta = self._meter.theta
-        if theta is None:
+        widths = self._meter.widths
+        if widths is None:
             return
         eligible, gated = self._eligible, self._gated
-        limit = self._find_least() + theta
+        limit = self._find_least() + widths.theta
         if limit < self._limit:
             for _, lag, place, sequence in eligible:
                 if lag > limit:
@@ -275,3 +285,7 @@ class EgMlfq(MeteredPolicy):
                 return lag
             heappop(able)
         return min((team.lag - team.provisional for team in self._planned), default=0)
+
+
+def _nobody(sequence: RankedSequence) -> bool:
+    return False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from policies.accounts import RankedSequence, may_fit, was_taken
 from policies.books import MeteredPolicy
 from policies.config import PolicyConfig
-from policies.sequences import SequenceTerms, Turn
+from policies.sequences import SequenceTerms, Starving, Turn
 
 
 class Fcfs(MeteredPolicy):
@@ -31,10 +31,11 @@ class Fcfs(MeteredPolicy):
         self._queue[self._sequences[sequence.seq_id]] = None
         return level
 
-    def begin(self, now_us: int) -> None:
-        super().begin(now_us)
+    def begin(self, now_us: int) -> list[Starving]:
+        starving = super().begin(now_us)
         self._walk = iter(self._queue)
         self._top = next(self._walk, None)
+        return starving
 
     def best(self) -> int | None:
         return self._top.seq_id if self._top is not None else None
@@ -53,6 +54,10 @@ class Fcfs(MeteredPolicy):
 
     def leave_prompts(self, team_id: int) -> None:
         self._walk = filter(lambda sequence: sequence.has_generated or sequence.team.team_id != team_id, self._walk)
+        self._top = next(self._walk, None)
+
+    def leave_team(self, team_id: int) -> None:
+        self._walk = filter(lambda sequence: sequence.team.team_id != team_id, self._walk)
         self._top = next(self._walk, None)
 
     def leave_new(self, team_id: int) -> None:

@@ -3,10 +3,11 @@
 For each step, every active team has a demand d (what it was served, and a step of each sequence left out) and an
 entitlement e: the max-min fair part of the step's cost C under the teams' weights, e = min(d, weight * v), sum e = C.
 Then D += (served - e) / weight. So unused share makes no debt, a satisfied team banks no credit, time spent idle
-changes nothing, and the sum of weight * D never changes. The gate in `policies.eg_mlfq` lets a team run while its D is
-within Theta of the least, which keeps any two teams that could run within Theta + 2u, u being the most that one
-sequence costs in one step over the least weight (`docs/scheduling.md`; the meter is EEVDF's -lag with weights that
-know the demand, after the counters of VTC, Sheng et al., OSDI'24).
+changes nothing, and this bill does not change the sum of weight * D (what else does: docs/scheduling.md). The gate in
+`policies.eg_mlfq` lets a team run while its D is within Theta of the least, which keeps any two teams that could run
+within Theta + 2u, u being the most that one sequence costs in one step over the least weight (`policies.bounds` has all
+widths, `docs/scheduling.md` the reasons; the meter is EEVDF's -lag with weights that know the demand, after the
+counters of VTC, Sheng et al., OSDI'24).
 
 All of it is exact. D is kept times `scale`, a common multiple of the weights, so that one microsecond of cost over any
 weight is an integer. Entitlements are whole microseconds; what rounding leaves over goes to the lowest team ids.
@@ -14,9 +15,10 @@ weight is an integer. Entitlements are whole microseconds; what rounding leaves 
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from policies.accounts import RankedSequence, TeamShare
+from policies.bounds import make_widths
 from policies.config import PolicyConfig
 from policies.sequences import StepTime, TeamTerms
 
@@ -24,15 +26,14 @@ _FORGET_SHIFT = 3  # a step's weight in the moving averages is 1/8
 
 
 class LagMeter:
-    """Owns the teams' accounts, which of them are active, Theta, u and virtual time."""
+    """Owns the teams' accounts, which of them are active, and virtual time."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
         self.teams: dict[int, TeamShare] = {}
         self.active: list[TeamShare] = []  # by team_id
         self.scale = 1
-        self.theta: int | None = 0 if config.is_gated else None  # times scale; None is infinite
-        self.step_max = 0  # u times scale
+        self.widths = make_widths(config, (), self.scale)  # None: there is no gate
         self.num_refused = 0  # of all live sequences
         self.forgiven_us = 0  # cumulative: debt cut from teams, as cost
         self.lifted_us = 0  # cumulative: credit taken from teams that could not run, as cost
@@ -68,11 +69,11 @@ class LagMeter:
         for terms in terms_by_id.values():
             team = self.teams.setdefault(terms.team_id, TeamShare(terms, self._config))
             team.terms, team.weight, team.is_configured = terms, terms.weight, True
-        self._rescale(sum(terms.weight for terms in terms_by_id.values()))
+        self._rescale([terms.weight for terms in terms_by_id.values()])
         self._clip()
         return True
 
-    def _rescale(self, configured_weight: int) -> None:
+    def _rescale(self, configured_weights: Collection[int]) -> None:
         """Choose the least scale that keeps every D exact under the present weights, and what follows from it."""
         teams = self.teams.values()
         if not teams:
@@ -88,16 +89,7 @@ class LagMeter:
             team.unit = scale // team.weight
         self._virtual_time = self._virtual_time * factor // spare
         self.scale = scale
-        least_weight = min(team.weight for team in teams)
-        config = self._config
-        self.step_max = config.step_cost_max_us * (scale // least_weight)
-        if not config.is_gated:
-            self.theta = None
-        elif config.theta_us is not None:
-            self.theta = config.theta_us * scale
-        else:
-            window = config.fairness_window_us * scale // max(1, configured_weight)
-            self.theta = max(window, config.quantum_cost_us * (scale // least_weight))
+        self.widths = make_widths(self._config, configured_weights, scale)
 
     def account(self, team_id: int) -> TeamShare:
         """A team's account. One whose account has gone with its last sequence gets a new one, until the next change."""
@@ -111,9 +103,9 @@ class LagMeter:
 
     def _clip(self) -> None:
         self._band = None
-        if self.theta is None or not self.active:
+        if self.widths is None or not self.active:
             return
-        most = self.band()[0] + self.theta + self.step_max
+        most = self.band()[0] + self.widths.band
         for team in self.active:
             team.lag = min(team.lag, most)
         self._band = None
@@ -149,10 +141,11 @@ class LagMeter:
             least, most = self.band()
             away, credit = self._virtual_time - team.left_at, least - team.lag
             team.lag = max(team.lag - away, least)
-            if self.theta is not None:
-                if credit > 0 and away < self.theta:
-                    team.lag -= min(credit * (self.theta - away) // self.theta, self.theta + 2 * self.step_max)
-                team.lag = min(team.lag, max(most, least + self.theta + self.step_max))
+            if self.widths is not None:
+                theta = self.widths.theta
+                if credit > 0 and away < theta:
+                    team.lag -= min(credit * (theta - away) // theta, self.widths.narrow)
+                team.lag = min(team.lag, max(most, least + self.widths.band))
             # Where teams cannot run, the newcomer may change which ones the band is taken over.
             self._band = None if self.num_refused else (min(least, team.lag), max(most, team.lag))
         insort(self.active, team, key=_team_id)
@@ -175,11 +168,11 @@ class LagMeter:
         are who could, once a step is over.
         """
         self._band = None
-        if self.theta is None:
+        if self.widths is None:
             return
         others = [other.lag for other in self.active if other.is_able and other is not team]
         if others:
-            self._lift(team, max(others) - 2 * (self.theta + 2 * self.step_max))
+            self._lift(team, max(others) - self.widths.wide)
 
     # -- a step's bill -----------------------------------------------------------------------------------------------
 
@@ -215,7 +208,7 @@ class LagMeter:
         """
         rest = cost_us
         satisfied = self._satisfied
-        longer_us = time.predicted_us - time.decode_us  # than it would be with its decode rows alone
+        alone_us = time.own_us.get
         for team in planned:
             if team.num_live > team.num_taken:
                 team.backlogged_us += cost_us
@@ -225,8 +218,9 @@ class LagMeter:
             for team in thirsty:
                 left_out = team.num_live - team.num_taken
                 served = team.step_cost
-                if longer_us and team.step_decode:
-                    served += team.step_decode * longer_us // time.decode_us
+                if team.step_decode:
+                    base_us = alone_us(team.team_id, time.decode_us)
+                    served += team.step_decode * (time.predicted_us - base_us) // base_us
                 demand = served + left_out * largest_us
                 if demand * weight <= team.weight * rest:
                     if left_out:
@@ -234,7 +228,7 @@ class LagMeter:
                     if demand * weight <= team.weight * rest:
                         rest -= demand
                         weight -= team.weight
-                        team.entitled_us += demand
+                        team.totals["entitled_us"] += demand
                         team.lag += (team.step_cost - demand) * team.unit
                         satisfied.append(team)
                         continue
@@ -250,7 +244,7 @@ class LagMeter:
             if over:
                 part += 1
                 over -= 1
-            team.entitled_us += part
+            team.totals["entitled_us"] += part
             team.lag += (team.step_cost - part) * team.unit
 
     def _demand(self, team: TeamShare, served: int, step: int, enough: int, largest_us: int) -> int:
@@ -286,9 +280,9 @@ class LagMeter:
         and it would be locked out for what a third team got.
         """
         satisfied, self._satisfied = self._satisfied, []
-        if self.theta is None:
+        if self.widths is None:
             return
-        width = self.theta + 2 * self.step_max
+        width = self.widths.narrow
         greatest = max([team.lag for team in satisfied])
         if greatest <= min([team.lag for team in planned]) + width or greatest <= self.band()[0] + width:
             return
@@ -310,21 +304,21 @@ class LagMeter:
         the device busy. Twice the band, for the less is forgiven, the nearer to its share comes who lacks blocks.
         """
         self._was_short = self.num_refused > 0
-        if self.theta is None or not self.active:
+        widths = self.widths
+        if widths is None or not self.active:
             return
-        width = self.theta + 2 * self.step_max
         least = self.band()[0]
         for team in self.active:
-            if team.lag > least + width:
+            if team.lag > least + widths.narrow:
                 self._was_short = True  # until all are back in the band that holds without refusals
-                self._forgive(team, least + 2 * width)
+                self._forgive(team, least + widths.wide)
                 self._band = None
 
     def _lift_the_unable(self) -> None:
         """A team that cannot run falls behind without end, and would open the gate for everybody else."""
-        if self.theta is None or not any(team.is_able for team in self.active):
+        if self.widths is None or not any(team.is_able for team in self.active):
             return
-        floor = self.band()[0] - self.theta - self.step_max
+        floor = self.band()[0] - self.widths.band
         for team in self.active:
             if not team.is_able:
                 self._lift(team, floor)
@@ -337,5 +331,3 @@ class LagMeter:
 
 def _team_id(team: TeamShare) -> int:
     return team.team_id
-
-

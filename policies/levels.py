@@ -10,8 +10,9 @@ every team, so a change of mode sorts nothing.
 Two kinds of sequence stand elsewhere for a while, and go back to their level and place afterwards:
 
 * *lane P*, above level 0: the one that holds its team's promotion grant (`policies.promotion`);
-* the *minimum run*: one whose upload has just ended keeps its slot for `min_run_steps` steps against all but lane P
-  and those two levels better, so that copies are not made for nothing (run-to-parity, after EEVDF).
+* the *minimum run*: a sequence whose KV has just come back keeps its slot against all but lane P and those two levels
+  better, so that copies are not made for nothing (run-to-parity, after EEVDF). How long, the memory says and counts
+  (`Policy.protect`).
 
 Ranks and places are described in `policies.accounts`.
 """
@@ -64,7 +65,7 @@ class Levels:
             sequence.last_service = now_us
             if sequence.is_starving:
                 promotions.end_starving(sequence)
-            if sequence.is_apart and self._step_apart(sequence, work, promotions):
+            if sequence.is_apart and promotions.pay(sequence, work):
                 self._foresee(sequence, work, row.has_generated)
                 continue
             sequence.used += work
@@ -88,14 +89,6 @@ class Levels:
             left = sequence.prefill_work - sequence.attained
             # A chunk may have been cut short by the step's token budget; the next one is a whole one again.
             sequence.next_work = min(max(work, self._chunk_work), left) if left > 0 else work
-
-    def _step_apart(self, sequence: RankedSequence, work: int, promotions: Promotions) -> bool:
-        """A step of a sequence in lane P or in a minimum run. Returns whether the promotion budget has paid for it."""
-        if sequence.min_run_left:
-            sequence.min_run_left -= 1
-            if not sequence.min_run_left:
-                sequence.team.levels.end_keep(sequence)
-        return promotions.pay(sequence, work)
 
     def _draw_place(self) -> int:
         self._next_place += 1

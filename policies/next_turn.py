@@ -64,9 +64,9 @@ class TurnEstimator:
 
     def _gate_us(self, team: TeamShare, active_weight: int) -> int:
         meter = self._meter
-        if meter.theta is None:
+        if meter.widths is None:
             return 0
-        over = team.lag - team.provisional - meter.band()[0] - meter.theta
+        over = team.lag - team.provisional - meter.band()[0] - meter.widths.theta
         return max(0, -(-over * (active_weight - team.weight) // meter.scale))
 
     def _num_ahead(self, team: TeamShare) -> dict[RankedSequence, int]:

@@ -9,7 +9,17 @@ A policy has no I/O, no clock and no randomness: the same calls give the same an
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, StepTime, TeamService, TeamTerms, Turn
+from policies.sequences import (
+    AS_SERVED,
+    Overhead,
+    SequenceTerms,
+    Served,
+    Starving,
+    StepTime,
+    TeamService,
+    TeamTerms,
+    Turn,
+)
 
 
 class Policy(Protocol):
@@ -29,8 +39,12 @@ class Policy(Protocol):
     def fits_again(self, seq_id: int) -> None:
         """`seq_id` was refused and would fit now: its team counts as able to run again. Between steps only."""
 
-    def begin(self, now_us: int) -> None:
-        """Start picking for one step: every live sequence is a candidate again."""
+    def begin(self, now_us: int) -> list[Starving]:
+        """Start picking for one step: every live sequence is a candidate again.
+
+        Returns the sequences that have begun to starve since the last call, the first to starve first. A policy that
+        promotes nobody says of nobody that it starves.
+        """
 
     def best(self) -> int | None:
         """The seq_id to try next in this step, or None when no candidate is left. Does not change state."""
@@ -64,6 +78,9 @@ class Policy(Protocol):
         They are not refused: they fit, and wait for nothing but their turn.
         """
 
+    def leave_team(self, team_id: int) -> None:
+        """Pass over, in this step, every sequence of the team that is not in it yet. They are not refused."""
+
     def leave_new(self, team_id: int) -> None:
         """Pass over, in this step, every sequence of the team that was never taken: they wait for the team's own
         prompts. They are not refused.
@@ -93,11 +110,12 @@ class Policy(Protocol):
         A row that only replayed tokens has work 0 and cost 0.
         """
 
-    def swapped_in(self, seq_id: int) -> None:
-        """The upload of `seq_id` has ended: it may run again, and keeps its slot for a minimum run. Between steps."""
+    def protect(self, seq_id: int, num_steps: int) -> None:
+        """`seq_id` keeps its KV, and should keep its slot, for its next `num_steps` steps; 0 ends this minimum run.
 
-    def is_protected(self, seq_id: int) -> bool:
-        """Whether `seq_id` is still in that minimum run: it should not be chosen as a victim."""
+        The memory counts: it says so when a run begins, after each step of the sequence in it, and when the run ends,
+        also before its time. The policy only ranks by what it was told last. Between steps only.
+        """
 
     def turns(self, seq_ids: Collection[int], slots: int, now_us: int) -> list[Turn]:
         """When each of these live sequences will run next, soonest first; ties in the order they would be picked.

@@ -8,8 +8,9 @@ takes it off the queue and starts its wait anew.
 
 A budget is a token bucket of work. It refills at rho = eta * weight / (sum of configured weights), in work-microseconds
 per microsecond, up to sigma = `promotion_burst_grants` * G, and pays the work really done in lane P. A step cannot be
-cut, so the budget may go below 0. So promoted work in any window [a, b] is at most sigma + rho * (b - a) + one step,
-and all teams together use at most eta of the device in the long run. Without budgets promotion is first come, first
+cut, so the budget may go below 0. So while the table of teams does not change, promoted work in a window [a, b] is at
+most sigma + rho * (b - a) + one step, and all teams in the table together promote at most eta of work per time in the
+long run (docs/scheduling.md says why this is not eta of the device). Without budgets promotion is first come, first
 served under overload: then everybody starves, and everybody is promoted (FastServe's starvation rule).
 
 A granted sequence that finds no blocks, or that must wait for prompts of its own team, would keep the lane closed for
@@ -27,6 +28,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.accounts import RankedSequence, TeamShare
 from policies.config import PolicyConfig
+from policies.sequences import Starving
 
 _WHOLE = 100  # promotion_percent is in percent
 _SLACK = 64  # entries of ended sequences that may stay in the heap beside the live ones
@@ -37,11 +39,8 @@ class Budget:
 
     __slots__ = (
         "amount",
-        "exhausted",
         "has_grant",
         "is_awaited",
-        "num_grants",
-        "promoted_us",
         "queue",
         "rate",
         "refilled_at",
@@ -60,9 +59,6 @@ class Budget:
         self.top = 0  # sigma
         self.amount = 0  # b, as of `refilled_at`
         self.refilled_at = now_us
-        self.num_grants = 0
-        self.promoted_us = 0
-        self.exhausted = 0
 
     def refill(self, now_us: int) -> None:
         """Bring `amount` up to `now_us`. What would flow over the top is lost."""
@@ -78,8 +74,8 @@ class Budget:
 
 
 class Promotions:
-    """Owns who starves, the promotion queues, the budgets and the grants. Costs nothing for those that do not starve:
-    each sequence is looked at once in alpha, each budget when it can pay.
+    """Owns who starves, the promotion queues, the budgets and the grants, and says when a sequence begins to starve.
+    Costs nothing for those that do not: each sequence is looked at once in alpha, each budget when it can pay.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -156,14 +152,15 @@ class Promotions:
                 self._to_look[budget] = None
         self._held_back.clear()
 
-    def begin(self, now_us: int, last_step: int) -> None:
+    def begin(self, now_us: int, last_step: int) -> list[Starving]:
         """Queue those that starve by now, and give out the grants that budgets can pay. The step before this one was
-        `last_step`.
+        `last_step`. Returns who has been queued.
         """
         if self._granted:
             self._hand_back(last_step)
         due = self._due
         self._begun_us = now_us
+        starving: list[Starving] = []
         while due and due[0][0] <= now_us:
             entry_us, place, sequence = due[0]
             if sequence.last_service < 0:
@@ -176,6 +173,7 @@ class Promotions:
                 continue
             heappop(due)
             budget = self._budgets[sequence.team]
+            starving.append(Starving(sequence.seq_id, self._num_ahead(budget, now_us)))
             sequence.is_starving = True
             budget.queue[sequence] = None
             if len(budget.queue) == 1:
@@ -189,6 +187,13 @@ class Promotions:
             for budget in self._to_look:
                 self._look(budget, now_us)
             self._to_look.clear()
+        return starving
+
+    def _num_ahead(self, budget: Budget, now_us: int) -> int:
+        """How many of a team starve already: its queue, and the holder of its grant while that has not run either."""
+        granted = budget.team.levels.granted
+        is_waiting = granted is not None and granted.last_service + budget.team.terms.starving_after_us <= now_us
+        return len(budget.queue) + is_waiting
 
     def _look(self, budget: Budget, now_us: int) -> None:
         """Open a grant for the head of the queue, or note when there is enough for one."""
@@ -204,7 +209,7 @@ class Promotions:
             head.grant_left = grant_us
             if not head.grant_unused:
                 head.num_promotions += 1
-                budget.num_grants += 1
+                budget.team.totals["promotions"] += 1
             head.grant_unused = 0
             budget.has_grant = True
             self._granted[head] = None
@@ -212,7 +217,7 @@ class Promotions:
             return
         if not head.is_exhausted:
             head.is_exhausted = True
-            budget.exhausted += 1
+            budget.team.totals["exhausted"] += 1
         if not budget.is_awaited and budget.top >= grant_us * budget.unit:
             budget.is_awaited = True
             heappush(self._funded, (now_us - (-missing // budget.rate), budget.team.team_id, budget))
@@ -229,7 +234,7 @@ class Promotions:
         budget = self._budgets[sequence.team]
         budget.refill(self._begun_us)
         budget.amount -= work_us * budget.unit
-        budget.promoted_us += work_us
+        sequence.team.totals["promoted_us"] += work_us
         sequence.grant_left -= work_us
         if sequence.grant_left <= 0:
             sequence.team.levels.end_grant(sequence)

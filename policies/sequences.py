@@ -5,7 +5,10 @@ All times are integer microseconds on the scheduler's clock, work is integer mic
 replayable: with floats 86 of 300 reference schedules differed.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from policies.team_counters import CountedByPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +49,26 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step's time by the step profile, in whole microseconds: with all its rows, and with its decode rows alone."""
+    """A step's time by the step profile, in whole microseconds: with all its rows, with its decode rows alone, and
+    what it would be for the decode rows of one team alone, where a policy is to look at that (`own_us`, by team).
+    """
 
     predicted_us: int
     decode_us: int
+    own_us: Mapping[int, int] = field(default_factory=dict)
 
 
 AS_SERVED = StepTime(1, 1)  # no row has made another one wait
 
 
-@dataclass(frozen=True, slots=True)
-class TeamService:
-    """One team's running totals, as the once-a-second service sample reads them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamService(CountedByPolicy):
+    """One team's counters, as the once-a-second service sample reads them: SUM ones are running totals."""
 
     team_id: int
-    served_us: int  # cumulative cost charged
-    entitled_us: int  # cumulative max-min entitlement while active
-    backlogged_us: int  # cumulative time it had a sequence left waiting in a step
-    waiting: int  # sequences not in the latest step
-    running: int  # sequences in the latest step
+    backlogged_us: int = 0  # running total of the time it had a sequence left waiting in a step
     lag: float  # D, in cost-microseconds per unit of weight, above the least of the able teams
-    promotions: int = 0  # grants issued
     is_coasting: bool = False  # its requests go by arrival (`policies.coast`)
-    exhausted: int = 0  # times a starving sequence first found the budget too small for a grant
-    budget_us: int = 0  # b, work its bucket holds now; may be negative
-    starving: int = 0  # sequences in its promotion FIFO, without the one that holds a grant
-    promoted_us: int = 0  # cumulative work done in lane P
-    overhead_us: int = 0  # cumulative cost of copies and replays it caused; a part of served_us
     waiting_levels: tuple[int, ...] = ()  # `waiting` by level
 
 
@@ -82,6 +78,14 @@ class Overhead:
 
     team_id: int
     cost_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Starving:
+    """A sequence that has begun to starve: its team's `starving_after` has passed since its last step."""
+
+    seq_id: int
+    num_ahead: int  # sequences of its team that began to starve before it, and have not run since
 
 
 @dataclass(frozen=True, slots=True)

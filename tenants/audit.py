@@ -1,4 +1,4 @@
-"""The audit trail: who changed what, one row in the same transaction as each admin write. Never holds a secret."""
+"""The audit trail: who changed what. Each admin write adds one row, in its own transaction. No row holds a secret."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,10 @@ from tenants.clock import iso
 async def record(
     connection: AsyncConnection, *, at_us: int, actor: str, action: str, target: str, detail: Mapping[str, Any]
 ) -> None:
-    """Book one admin write, and raise the generation so that every process reloads its snapshot."""
+    """Add the row of one admin write, and raise the generation, which numbers the snapshots.
+
+    `at_us` is the moment of the write, `detail` anything that JSON can hold. Call it inside the write's transaction.
+    """
     await connection.execute(
         insert(tables.audit).values(
             at_us=at_us, actor=actor, action=action, target=target, detail=json.dumps(detail, sort_keys=True)
@@ -24,7 +27,7 @@ async def record(
 
 
 async def latest(connection: AsyncConnection, limit: int = 100) -> list[dict[str, Any]]:
-    """The newest entries, newest first."""
+    """The newest `limit` rows, newest first, as JSON-able mappings."""
     query = select(tables.audit).order_by(tables.audit.c.id.desc()).limit(limit)
     rows = (await connection.execute(query)).mappings().all()
     return [

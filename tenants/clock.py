@@ -12,17 +12,17 @@ def wall_clock_us() -> int:
 
 
 def epoch_us(moment: datetime) -> int:
-    """An aware moment as microseconds since 1970. Raises ValueError for a naive one."""
+    """A moment as microseconds since 1970. Raises ValueError when `moment` has no time zone."""
     if moment.tzinfo is None:
         raise ValueError("a moment needs a time zone")
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def from_epoch_us(value: int) -> datetime:
-    """The moment, in UTC."""
+    """The moment `value` microseconds after 1970, in UTC."""
     return _EPOCH + timedelta(microseconds=value)
 
 
 def iso(value: int | None) -> str | None:
-    """RFC 3339 in UTC, with microseconds only where there are any."""
+    """`value` (microseconds since 1970) as RFC 3339 in UTC. A whole second has no fraction. None stays None."""
     return None if value is None else from_epoch_us(value).isoformat().replace("+00:00", "Z")

@@ -1,10 +1,12 @@
 """The store's connections: SQLite by default, PostgreSQL by URL, through SQLAlchemy's async Core.
 
-Reads run in `session()`, writes in `begin_immediate()`. On SQLite the driver's own idea of transactions is switched off
-and our hook emits BEGIN, or BEGIN IMMEDIATE for writers: a transaction that reads first and writes later would fail
-with "database is locked" without waiting when another writer got in between. Writers of this process queue on one lock.
-WAL lets readers go on meanwhile; synchronous=FULL because a journal segment is deleted once its rows are committed, so
-a commit must survive a power failure.
+Reads run in `session()`, writes in `begin_immediate()`.
+
+On SQLite we switch off the driver's own handling of transactions. Our hook emits BEGIN for readers and BEGIN IMMEDIATE
+for writers. A transaction that reads first and writes later would fail with "database is locked", without waiting, when
+another writer got in between. Writers of this process queue on one lock. WAL lets readers go on meanwhile.
+`synchronous` is FULL because a journal segment is deleted once its rows are committed, so a commit must survive a power
+failure.
 """
 
 import asyncio
@@ -28,20 +30,23 @@ from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 from tenants import sqlite_driver, store_url
 from tenants.errors import Invalid, StoreUnavailable, StoreUnreachable
 
-# What a database that is away, full or broken raises: drivers let some errors through unwrapped.
+# What a database raises when it is away, full or broken. SQLAlchemy lets some errors of the drivers through unwrapped.
 STORE_ERRORS: tuple[type[Exception], ...] = (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable)
 
-# At DEBUG it writes every statement's parameters into the log: hashes of keys, and whatever a caller pasted.
+# At DEBUG, aiosqlite logs every statement's parameters: hashes of keys, and whatever a caller pasted.
 logging.getLogger("aiosqlite").setLevel(logging.WARNING)
 
 BUSY_TIMEOUT_MS = 10_000
-CONNECT_TIMEOUT_SECONDS = 10.0  # of a PostgreSQL server, unless its URL has a `timeout`
+CONNECT_TIMEOUT_SECONDS = 10.0  # to a PostgreSQL server, unless the URL has a `timeout`
 WAL_SIZE_LIMIT_BYTES = 64 * 1024**2
 BEGIN_OPTION = "terazi_begin"  # execution option: how a transaction begins on SQLite
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file of a SQLite URL; None for another database. Raises Invalid for a URL that cannot be read."""
+    """The file of a SQLite URL; None for another database.
+
+    Raises Invalid for a URL that cannot be read, and for a database in memory.
+    """
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite":
         return None
@@ -51,21 +56,21 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def sqlite_url(path: Path) -> str:
-    """The store URL of a SQLite file, whatever letters its path has."""
+    """The store URL of a SQLite file. Special characters of the path are quoted."""
     return f"{store_url.SQLITE}:///{quote(str(path))}"
 
 
 def _parsed(url: str) -> URL:
-    """Raises Invalid, without any part of the URL that could be a password."""
+    """The URL as SQLAlchemy's value. Raises Invalid, whose text holds no part of the URL that could be a password."""
     url = store_url.normalised(url)
     try:
         return make_url(url)
-    except (ArgumentError, ValueError):  # their texts repeat what they could not read
+    except (ArgumentError, ValueError):  # their texts repeat the URL
         raise Invalid("The store URL cannot be read.", param="store.url") from None
 
 
 def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True) -> AsyncEngine:
-    """An engine with our hooks.
+    """A SQLAlchemy engine with our hooks. Connects to nothing yet.
 
     Raises Invalid when the URL is wrong or its driver is not installed, and, with `is_read_only`, StoreUnreadable when
     this user may not read the SQLite file.
@@ -98,7 +103,7 @@ def make_engine(url: str, *, is_read_only: bool = False, is_pooled: bool = True)
 
 
 def _postgresql_arguments(url: URL) -> tuple[URL, dict[str, Any]]:
-    """The URL without the parameters that are no text, and those as the driver's arguments."""
+    """The URL without some parameters, and the driver's arguments made of them: numbers, and the application's name."""
     arguments: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_SECONDS}
     query = dict(url.query)
     for name, number in store_url.NUMBERS.items():
@@ -112,7 +117,7 @@ def _postgresql_arguments(url: URL) -> tuple[URL, dict[str, Any]]:
 
 def _postgresql_opener(url: URL) -> Callable[..., Awaitable[Any]]:
     async def connect(*arguments: Any, **options: Any) -> Any:
-        """asyncpg.connect, whose many errors become StoreUnreachable with host and port, and without the password."""
+        """asyncpg.connect. Its errors become one StoreUnreachable, which names host and port and holds no password."""
         import asyncpg
 
         try:
@@ -134,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 def _address(options: Mapping[str, Any]) -> str:
-    """`host:port` of what a connection was asked for; several are joined by commas."""
+    """`host:port` of the server that a connection was asked for. Several servers are joined by commas."""
     hosts, ports = options.get("host"), options.get("port")
     names = hosts if isinstance(hosts, (list, tuple)) else [hosts or os.environ.get("PGHOST") or "localhost"]
     numbers = ports if isinstance(ports, (list, tuple)) else [ports or os.environ.get("PGPORT") or 5432] * len(names)
@@ -147,15 +152,15 @@ def _address(options: Mapping[str, Any]) -> str:
 def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
     @event.listens_for(engine.sync_engine, "connect")
     def _connect(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # the driver must not begin by itself
+        connection.isolation_level = None  # the driver must not begin transactions by itself
         cursor = connection.cursor()
         try:
             cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
             if is_read_only:
-                # Asking for WAL or a limit would write: a reader takes the database as it is.
+                # Setting WAL or a size limit would write. A reader takes the database as it is.
                 cursor.execute("PRAGMA query_only = ON")
                 return
-            # SQLite answers with the old mode instead of failing, so read it back.
+            # When WAL is impossible SQLite does not fail but answers with the old mode, so check the answer.
             cursor.execute("PRAGMA journal_mode = WAL")
             (mode,) = cursor.fetchone() or (None,)
             if mode != "wal":
@@ -173,7 +178,7 @@ def _hook_sqlite(engine: AsyncEngine, is_read_only: bool) -> None:
 
 
 class Database:
-    """One store. Owns the pool and the lock its writers queue on; close it at the end."""
+    """One store. Owns the connection pool and the lock that its writers queue on. Call `dispose` at the end."""
 
     def __init__(self, url: str, engine: AsyncEngine, frozen: sqlite_driver.FrozenFile | None = None) -> None:
         self.url = url
@@ -183,14 +188,14 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> "Database":
-        """Connect lazily to `url`. Raises Invalid for a wrong URL or a missing driver."""
+        """The store at `url`; the first use connects. Raises Invalid for a wrong URL or a missing driver."""
         return cls(url, make_engine(url))
 
     @classmethod
     def read_only(cls, url: str) -> "Database":
-        """The same, but every write fails and nothing is made: for reports, also by a user who may only read.
+        """The store at `url` for reading: every write fails, and no file is made. A user who may only read can open it.
 
-        Raises StoreUnreadable when this user may not read what the database's rows stand in.
+        Raises Invalid as `open` does, and StoreUnreadable when this user may not read the files that hold the rows.
         """
         path = sqlite_path(url)
         frozen = None if path is None else sqlite_driver.frozen(path)
@@ -203,9 +208,12 @@ class Database:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncConnection]:
-        """A connection in one read transaction: all its queries see the same state."""
+        """A connection in one read transaction: all its queries see the same state.
+
+        Raises StoreUnavailable at the end when the file was opened as frozen and somebody has written to it meanwhile.
+        """
         async with self._engine.connect() as connection:
-            if not self.is_sqlite:  # where each statement would see what was committed before it
+            if not self.is_sqlite:  # by default each statement would see a newer state
                 connection = await connection.execution_options(isolation_level="REPEATABLE READ")
             async with connection.begin():
                 yield connection
@@ -214,7 +222,10 @@ class Database:
 
     @asynccontextmanager
     async def begin_immediate(self) -> AsyncIterator[AsyncConnection]:
-        """A connection in one write transaction, holding the write lock from its first moment. Commits at the end."""
+        """A connection in one write transaction, which holds the write lock from its start.
+
+        Commits at the block's end.
+        """
         async with self._write_lock, self._engine.connect() as connection:
             connection = await connection.execution_options(**{BEGIN_OPTION: "IMMEDIATE"})
             async with connection.begin():
@@ -226,7 +237,7 @@ class Database:
 
 
 def insert_or_ignore(connection: AsyncConnection, table: Table, *unique: str) -> Insert:
-    """INSERT that skips rows whose `unique` columns are already there."""
+    """An INSERT that skips a row when the table has a row with the same `unique` columns."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing(index_elements=unique)
     return sqlite.insert(table).on_conflict_do_nothing(index_elements=unique)

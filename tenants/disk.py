@@ -1,7 +1,11 @@
-"""What a disk refuses, as one line that names the reason and the path.
+"""Errors of a disk, as one line that names the reason and the path.
 
-A full disk reaches us as an OSError of the file layer, as SQLite's "database or disk is full", or as its "disk I/O
-error" (SQLite cannot grow its shared memory file), and as an error class of PostgreSQL.
+A full disk reaches us in four ways:
+
+- an OSError of the file layer,
+- SQLite's "database or disk is full",
+- SQLite's "disk I/O error", when it cannot grow its shared memory file,
+- an error class of PostgreSQL.
 """
 
 import errno
@@ -9,7 +13,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-# Below this a file system without room for one more request is called full, whatever the error says.
+# A file system with less free space than this counts as full.
 ROOM_BYTES_MIN = 64 * 1024
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -21,9 +25,9 @@ _POSTGRES_DISK_FULL = "53100"
 
 
 def disk_trouble(error: BaseException, path: Path | str | None = None) -> str | None:
-    """`the disk is full: PATH` and the like, for an error that the disk is the cause of; None for any other.
+    """One line such as `the disk is full: PATH`, when the disk caused `error`; None for any other error.
 
-    `path` is what was being written; an OSError's own file name comes first.
+    `path` is the file that was being written. The file name that an OSError itself carries is preferred.
     """
     original = getattr(error, "orig", None) or error
     if isinstance(original, OSError) and original.errno in _REASONS:
@@ -47,10 +51,13 @@ def _sqlite_trouble(error: sqlite3.Error, path: Path) -> str | None:
 
 
 def is_full(directory: Path) -> bool:
-    """Whether its file system has less than ROOM_BYTES_MIN left for us; False when it does not say. May wait for it."""
+    """Whether the file system of `directory` has less than ROOM_BYTES_MIN left for this user.
+
+    False when the file system does not say. The call may wait for a slow file system.
+    """
     try:
         room = os.statvfs(directory)
     except OSError:
         return False
-    num_free = room.f_bavail if os.geteuid() else room.f_bfree  # root may use what is reserved
+    num_free = room.f_bavail if os.geteuid() else room.f_bfree  # root may use the reserved blocks too
     return room.f_blocks > 0 and num_free * room.f_frsize < ROOM_BYTES_MIN

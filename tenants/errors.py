@@ -1,20 +1,20 @@
-"""What can go wrong with tenants, as typed errors; the gateway maps each onto an HTTP status.
+"""The errors of this package. The gateway maps each onto an HTTP status.
 
 TenantError
 ├── Invalid             a value that can never be right (400)
 ├── NotFound            no such team, key or tier (404)
-├── Conflict            the name is taken, the state has moved on (409)
-├── Denied              a caller who may not (401)
-│   ├── InvalidKey      unknown, malformed or wrong: all look the same
-│   ├── KeyRevoked      said only to a caller who knew the secret
-│   │   └── TeamArchived    the key is as it was; its team is put away
-│   └── KeyExpired      likewise
-├── LimitExceeded       a limit of one's own (429)
-└── StoreUnavailable    database or journal cannot take it (503)
+├── Conflict            the name is taken, or the state has changed (409)
+├── Denied              the caller's key opens nothing (401)
+│   ├── InvalidKey      the key is unknown, malformed or wrong: all three look the same
+│   ├── KeyRevoked      raised only for a caller who knew the secret
+│   │   └── TeamArchived    the key is good, but its team is archived
+│   └── KeyExpired      raised only for a caller who knew the secret
+├── LimitExceeded       the team has reached a limit of its own (429)
+└── StoreUnavailable    database or journal cannot be read or written (503)
     ├── SchemaTooNew    the database was made by a newer Terazi
-    ├── MigrationFailed one step of the schema's upgrade
+    ├── MigrationFailed one step of the schema's upgrade failed
     ├── StoreInUse      another gateway, or a command, holds the store
-    ├── StoreUnreachable  the database server does not answer, or lets this user not in
+    ├── StoreUnreachable  the database server does not answer, or refuses this user
     └── StoreUnreadable   this user may not read the database's files
 """
 
@@ -54,13 +54,13 @@ class Conflict(TenantError):
 
 
 class Denied(TenantError):
-    """The caller may not."""
+    """The caller's key does not allow the call."""
 
     code = "denied"
 
 
 class InvalidKey(Denied):
-    """An unknown, malformed or wrong key. One message for all three, so nothing can be learned from it."""
+    """The key is unknown, malformed or wrong. All three have one message, so that a guesser learns nothing from it."""
 
     code = "invalid_api_key"
 
@@ -69,19 +69,19 @@ class InvalidKey(Denied):
 
 
 class KeyRevoked(Denied):
-    """The secret was right; the key, or its team, has been withdrawn."""
+    """The secret was right, but the key has been revoked (or, in a subclass, its team archived)."""
 
     code = "key_revoked"
 
 
 class KeyExpired(Denied):
-    """The secret was right; the key's time is over."""
+    """The secret was right, but the key has expired."""
 
     code = "key_expired"
 
 
 class TeamArchived(KeyRevoked):
-    """The secret was right and the key is good; its team is archived until an operator restores it."""
+    """The secret was right and the key is good, but its team is archived. An operator can restore the team."""
 
     code = "team_archived"
 
@@ -104,7 +104,12 @@ _LIMIT_WORDS = {
 
 
 class LimitExceeded(TenantError):
-    """A team's own limit. `limit` is "requests", "tokens" or "concurrent_limit", also the error code."""
+    """A team has reached one of its own limits.
+
+    `limit` is "requests", "tokens" or "concurrent_limit", and is the error code too. `hard` is the limit's value,
+    `used` what counts against it now, `requested` what this request would add. `retry_after_seconds` is when it would
+    fit.
+    """
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class LimitExceeded(TenantError):
 
 
 class StoreUnavailable(TenantError):
-    """Database or journal cannot take a write or a read now."""
+    """The database or the journal cannot be read or written now."""
 
     code = "store_unavailable"
 
@@ -149,13 +154,13 @@ class SchemaTooNew(StoreUnavailable):
 
 
 class MigrationFailed(StoreUnavailable):
-    """One migration has failed, and the database is as it was before. The message names the migration and the cause."""
+    """A migration has failed, and the database is as it was before. The message names the migration and the cause."""
 
     code = "migration_failed"
 
 
 class StoreInUse(StoreUnavailable):
-    """Another gateway, or a command that writes, holds this store. `holder` says who, and a gateway's address."""
+    """Another gateway, or a command that writes, holds this store. `holder` names it, a gateway with its address."""
 
     code = "store_in_use"
 
@@ -174,6 +179,6 @@ class StoreUnreachable(StoreUnavailable):
 
 
 class StoreUnreadable(StoreUnavailable):
-    """This user may not read the database's files. The message names the file and the permission that is missing."""
+    """This user may not read the database's files. The message names the file and the missing permission."""
 
     code = "store_unreadable"

@@ -2,17 +2,20 @@
 
     DATA_DIR/journal/0000000001.jsonl       {"open": …}  {"progress": …}  {"close": …}, one JSON document a line
 
-Each line is handed to the kernel at once (it survives kill -9) and synced soon after by whoever calls `take_dirty`
-(the time between is what a power failure may cost). When a segment is full, the next begins with the opens that are
-still running, so a segment can go as soon as the closes in it are committed, however long one request runs.
+Each line is handed to the kernel at once, so it survives kill -9. The caller of `take_dirty` syncs it soon after; a
+power failure may cost the lines written since the last sync.
 
-Room is bounded. An open is refused unless its own close fits too: what was admitted can always be booked.
+When a segment is full, the next segment begins with the opens of all requests that still run. So a segment can be
+deleted as soon as the closes in it are committed, however long one request runs.
 
-A disk that refuses a write or a sync puts the journal in *trouble*: opens are refused at once, closes are still tried
-and else kept in memory, and whoever calls `probe` from time to time finds out when the disk takes writes again. It is
-said once when the trouble begins and once when it is over.
+The journal's size is bounded. An open is refused unless its own close fits too: a request that was admitted can always
+be booked.
 
-One owner, one thread; a call waits for nothing but the page cache.
+A disk that refuses a write or a sync puts the journal in *trouble*. Opens are then refused at once. Closes are still
+tried, and kept in memory when the disk refuses them. A caller that calls `probe` from time to time finds out when the
+disk takes writes again. The log has one line when the trouble begins and one when it is over.
+
+One owner, one thread. A call waits for nothing but the page cache.
 """
 
 import contextlib
@@ -32,7 +35,8 @@ from tenants.rows import LedgerRow, OpenEntry, Progress
 _log = logging.getLogger("terazi.journal")
 
 CLOSE_LINE_BYTES = 2048  # kept free for each open request
-# What a probe writes and takes back. More than one request needs, so that a disk with a last free block is still full.
+# What a probe writes and takes back. It is more than one request needs, so that a disk with one last free block still
+# counts as full.
 PROBE_BYTES = ROOM_BYTES_MIN
 _SEGMENT_NAME = re.compile(r"(\d{10})\.jsonl")
 _REJECTED = "rejected.jsonl"
@@ -57,11 +61,11 @@ class Journal:
         self._unwritten: dict[str, LedgerRow] = {}  # closes that the disk refused
         self._write_trouble: str | None = None
         self._sync_trouble: str | None = None
-        self._is_torn = False  # a half line stands behind the last whole one
+        self._is_torn = False  # half a line follows the last whole line
         self._may_warn_of_segments = True
         self._is_dirty = False
         self._rotated_fds: list[int] = []  # full segments that still have to be synced
-        self._durable_number = 0  # segments before this one are not needed for the opens they carry
+        self._durable_number = 0  # the opens in segments before this number are synced again in it
 
     @property
     def num_bytes(self) -> int:
@@ -75,12 +79,12 @@ class Journal:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request of ordinary size would be taken."""
+        """Whether the size limit leaves room for one more request of ordinary size."""
         return self.num_bytes + (len(self._open) + 2) * CLOSE_LINE_BYTES <= self._bytes_max
 
     @property
     def trouble(self) -> str | None:
-        """Why the disk does not take what is written now, in a line with the path; None when it does."""
+        """Why the disk refuses writes now, as one line with the path; None when it takes them."""
         return self._write_trouble or self._sync_trouble
 
     def segments(self) -> list[Path]:
@@ -90,7 +94,7 @@ class Journal:
     # --- starting -----------------------------------------------------------------------------------------------
 
     def replay(self) -> "Replay":
-        """What an earlier life left, to be read once."""
+        """What an earlier process left in the journal. Read it once. Raises StoreUnavailable."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             return Replay(self.segments())
@@ -99,7 +103,7 @@ class Journal:
             raise StoreUnavailable(why or f"Cannot read the journal in {self._directory}: {error.strerror}.") from error
 
     def begin(self) -> None:
-        """Start a new segment and delete the old ones: SQL has their rows now."""
+        """Start a new segment and delete the old segments, whose rows SQL has now. Raises StoreUnavailable."""
         try:
             old = self.segments()
             self._number = max((int(path.stem) for path in old), default=0) + 1
@@ -120,7 +124,10 @@ class Journal:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def append_open(self, entry: OpenEntry) -> None:
-        """A request is about to be submitted. Raises StoreUnavailable when it and its close might not find room."""
+        """Note that a request is about to be submitted.
+
+        Raises StoreUnavailable when the journal is in trouble or has no room for this open and its close.
+        """
         assert entry.request_id not in self._open, f"request {entry.request_id} is already open"
         if self.trouble is not None:
             raise StoreUnavailable(_UNWRITABLE)
@@ -131,15 +138,18 @@ class Journal:
         self._open[entry.request_id] = entry
 
     def append_progress(self, progress: Progress) -> None:
-        """Where an open request stands; left out when there is no room for it."""
+        """Note how far an open request has come.
+
+        The line is left out when there is no room. Raises StoreUnavailable.
+        """
         line = _line("progress", progress)
         if self.num_bytes + len(line) + len(self._open) * CLOSE_LINE_BYTES <= self._bytes_max:
             self._write(line)
 
     def append_close(self, row: LedgerRow) -> None:
-        """A request has ended. Raises StoreUnavailable only when the disk itself refuses the line.
+        """Note that a request has ended. Raises StoreUnavailable only when the disk itself refuses the line.
 
-        The row is then kept and written when the disk takes it, unless it is committed before.
+        The row is then kept in memory, and written when the disk takes it, unless SQL has the row before.
         """
         self._open.pop(row.request_id, None)
         self._unwritten[row.request_id] = row
@@ -168,14 +178,14 @@ class Journal:
         self._is_dirty = True
 
     def _cut(self) -> None:
-        """Leave no half line: the next one would be glued to it. Raises OSError."""
+        """Cut off half a line, to which the next line would be glued. Raises OSError."""
         if self._is_torn:
             assert self._fd is not None
             os.ftruncate(self._fd, self._size)
             self._is_torn = False
 
     def _fail(self, error: OSError) -> None:
-        """The disk has refused a write."""
+        """Note that the disk has refused a write: the trouble begins, or goes on."""
         with contextlib.suppress(OSError):  # tried again before the next line
             self._cut()
         why = self._why(error)
@@ -184,7 +194,8 @@ class Journal:
         self._write_trouble = why
 
     def note_full(self) -> None:
-        """The file system says that it is full, whatever the last block of the present segment may still take."""
+        """Begin a trouble because the file system is full, even if the last block of the present segment has room
+        left."""
         if self.trouble is None:
             self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
@@ -192,7 +203,10 @@ class Journal:
         return disk_trouble(error, self._directory) or f"{self._directory}: {error.strerror or error}"
 
     def probe(self) -> bool:
-        """In trouble: whether the disk takes writes again. It is then over, and refused closes are written."""
+        """Whether the disk takes writes again. Call it while the journal is in trouble.
+
+        If the disk does, the trouble of writing is over, and the closes that the disk had refused are written.
+        """
         assert self._fd is not None, "the journal has not begun"
         try:
             self._cut()
@@ -208,7 +222,10 @@ class Journal:
         return self.trouble is None
 
     def _try_room(self, fd: int) -> None:
-        """Raises OSError unless PROBE_BYTES more can be written. They hold no line end: what is left counts as torn."""
+        """Raises OSError unless PROBE_BYTES more can be written.
+
+        The bytes hold no line end, so a rest of them that a crash leaves counts as a torn line.
+        """
         try:
             self._is_torn = True
             _write_all(fd, b" " * PROBE_BYTES)
@@ -221,7 +238,7 @@ class Journal:
             _log.info("the journal can be written again")
 
     def _rotate(self) -> None:
-        """Begin the next segment with the requests still open. On failure go on with the present one."""
+        """Begin the next segment with the requests that are still open. On failure go on with the present segment."""
         assert self._fd is not None
         carried = b"".join(_line("open", entry) for entry in self._open.values())
         path = self._path(self._number + 1)
@@ -247,17 +264,20 @@ class Journal:
     def _warn_of_segment(self, error: OSError) -> None:
         if self._may_warn_of_segments:
             _log.warning("cannot begin a new journal segment: %s", self._why(error))
-        self._may_warn_of_segments = False  # until the disk has taken one, or a trouble is over
+        self._may_warn_of_segments = False  # until a trouble is over
 
     def set_aside(self, row: LedgerRow) -> None:
         """Keep a row that the database can never take in rejected.jsonl, for a person to look at."""
         with (self._directory / _REJECTED).open("ab") as file:
             file.write(_encoder.encode(row) + b"\n")
 
-    # --- after the disk, and the database, have them --------------------------------------------------------------
+    # --- after the lines are on disk, and the rows in the database ------------------------------------------------
 
     def take_dirty(self) -> tuple[list[int], int] | None:
-        """Files to sync and close, with the mark to give to `synced`; None when the disk has everything."""
+        """Descriptors to sync and close, and the mark to give to `synced`; None when the disk has everything.
+
+        Raises OSError when no descriptor is left. Answer each call with `synced` or `unsynced`.
+        """
         if not self._is_dirty or self._fd is None:
             return None
         fds, self._rotated_fds = [*self._rotated_fds, os.dup(self._fd)], []
@@ -265,7 +285,10 @@ class Journal:
         return fds, self._number
 
     def unsynced(self, fds: list[int], error: OSError | None = None) -> None:
-        """The files of that `take_dirty` are not on disk, and `error` (if any) says why: they are dirty again."""
+        """The files `fds` of a `take_dirty` are not on disk.
+
+        They are dirty again; `error`, if any, begins a trouble.
+        """
         self._rotated_fds[:0] = fds[:-1]
         os.close(fds[-1])  # a second descriptor of the present segment
         self._is_dirty = True
@@ -275,7 +298,7 @@ class Journal:
             self._sync_trouble = self._why(error)
 
     def synced(self, mark: int) -> None:
-        """The files of that `take_dirty` are on disk."""
+        """The files of the `take_dirty` that gave `mark` are on disk."""
         if self._sync_trouble is not None:
             self._sync_trouble = None
             self._note_end()
@@ -283,7 +306,7 @@ class Journal:
         self._drop_committed()
 
     def committed(self, request_ids: Iterable[str]) -> None:
-        """These closes are in SQL. What nothing else needs is deleted."""
+        """The closes of these requests are in SQL. Segments that nothing else needs are deleted."""
         for request_id in request_ids:
             self._unwritten.pop(request_id, None)
             segment = self._segment_of.pop(request_id, None)
@@ -294,7 +317,7 @@ class Journal:
                 os.ftruncate(self._fd, 0)  # O_APPEND: the next line stands at the start
                 self._size = 0
             except OSError as error:
-                self._fail(error)  # its lines stay, which does no harm: SQL has their rows
+                self._fail(error)  # the lines stay, which does no harm: SQL has their rows
         self._drop_committed()
 
     @property
@@ -313,7 +336,7 @@ class Journal:
                 self._uncommitted.pop(number, None)
 
     def close(self) -> None:
-        """Sync and close. A segment with nothing to remember is deleted."""
+        """Sync and close the files. A segment that nothing needs any more is deleted."""
         if self._fd is None:
             return
         for fd in (*self._rotated_fds, self._fd):
@@ -325,12 +348,12 @@ class Journal:
         self._durable_number = self._number
         self._drop_committed()
         if self._is_empty:
-            with contextlib.suppress(OSError):  # an empty or booked segment that stays is read, and skipped
+            with contextlib.suppress(OSError):  # if it stays, the next start reads it and books nothing twice
                 self._path(self._number).unlink(missing_ok=True)
 
 
 class Replay:
-    """Reads segments of an earlier life: the closed rows in order, and then what never closed."""
+    """Reads the segments of an earlier process: first the closed rows in order, then the requests that never closed."""
 
     def __init__(self, segments: list[Path]) -> None:
         self._segments = segments
@@ -339,10 +362,10 @@ class Replay:
         self.num_damaged = 0  # lines that could not be read; a torn last line is not counted
 
     def rows(self) -> Iterator[LedgerRow]:
-        """Every closed row; raises OSError when a segment cannot be read."""
+        """Every closed row, in order. Raises OSError when a segment cannot be read."""
         for path in self._segments:
             lines = path.read_bytes().split(b"\n")
-            if lines.pop():  # cut off by a crash in mid-write, so never acknowledged
+            if lines.pop():  # a crash cut the write off, so nobody was told that it succeeded
                 _log.warning("journal segment %s ends in a torn line, which is left out", path.name)
             for line in lines:
                 try:
@@ -371,7 +394,7 @@ class Replay:
 
 
 def sync_and_close(fd: int) -> None:
-    """Put a file on disk, and close it whatever happens."""
+    """Sync a file to disk, and close it in any case. Raises OSError."""
     try:
         os.fsync(fd)
     finally:
@@ -379,7 +402,7 @@ def sync_and_close(fd: int) -> None:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Raises OSError, also when the kernel takes a part and then nothing."""
+    """Write all of `data`. Raises OSError, also when the kernel takes a part and then nothing more."""
     while data:
         written = os.write(fd, data)
         if not written:

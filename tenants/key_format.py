@@ -1,11 +1,15 @@
-"""API keys as text and as hashes. Pure, but for drawing a new key.
+"""API keys as text and as hashes. Pure, except that `new_key` draws random characters.
 
     trz-<12 public>-<43 secret><6 checksum>        letters and digits only between the dashes
 
-The public id names the key in tables, logs and errors. The secret has 43 base-62 characters (256 bits), so a fast
-keyed hash is enough: stored is HMAC-SHA256(pepper, secret), with the pepper kept outside the database. The checksum
-(CRC-32 in base 62, as other vendors' keys have it) lets a scanner tell a key from a look-alike and lets us refuse a
-typo before any look-up. Nobody chooses a key: a fast hash of a guessable secret would be worthless.
+The public id names the key in tables, logs and errors.
+
+The secret has 43 base-62 characters (256 bits), so a fast keyed hash is enough. The database stores HMAC-SHA256(pepper,
+secret); the pepper is kept outside the database. A caller cannot choose a key, because a fast hash of a secret that can
+be guessed would be worthless.
+
+The checksum is CRC-32 in base 62, as in other vendors' keys. By it a scanner tells a key from a look-alike, and we
+refuse a typo before any look-up.
 """
 
 import hashlib
@@ -22,7 +26,7 @@ SECRET_LEN = 43
 CHECKSUM_LEN = 6
 ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 
-# Published for secret scanners.
+# Published in the documentation, for secret scanners.
 KEY_PATTERN = rf"{PREFIX}-[0-9A-Za-z]{{{PUBLIC_LEN}}}-[0-9A-Za-z]{{{SECRET_LEN + CHECKSUM_LEN}}}"
 _KEY = re.compile(
     rf"{PREFIX}-(?P<public>[0-9A-Za-z]{{{PUBLIC_LEN}}})"
@@ -49,7 +53,7 @@ def _draw(length: int) -> str:
 
 
 def checksum(public_id: str, secret: str) -> str:
-    """CRC-32 of the two parts, six base-62 digits."""
+    """The checksum of the two parts: their CRC-32 as six base-62 digits."""
     value = zlib.crc32(f"{PREFIX}-{public_id}-{secret}".encode("ascii"))
     digits = ""
     for _ in range(CHECKSUM_LEN):
@@ -69,7 +73,10 @@ def render(key: ParsedKey) -> str:
 
 
 def parse(text: str) -> ParsedKey | None:
-    """The parts of a well-formed key, or None. No I/O; the length is looked at before the pattern."""
+    """The parts of a well-formed key; None for any other text.
+
+    Checks the length first, so a long text costs nothing.
+    """
     if len(text) != KEY_LEN:
         return None
     match = _KEY.fullmatch(text)
@@ -82,10 +89,10 @@ def parse(text: str) -> ParsedKey | None:
 
 
 def redact(text: str) -> str:
-    """`text` with the secret part of every key taken out, for messages that repeat what a caller sent."""
+    """`text` with the secret part of every key replaced by `***`, for messages that repeat what a caller sent."""
     return _ANY_KEY.sub(r"\g<id>-***", text)
 
 
 def hash_secret(pepper: bytes, secret: str) -> bytes:
-    """HMAC-SHA256(pepper, secret): what the database keeps. Neither accepted nor shown anywhere."""
+    """HMAC-SHA256(pepper, secret), 32 bytes: what the database keeps of a key. No call accepts or shows it."""
     return hmac.new(pepper, secret.encode("ascii"), hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""API keys in the store: created once, shown once, revoked for good. The secret itself is never kept."""
+"""API keys in the store. A key is shown once, when it is made, and a revoked key stays revoked. No secret is stored."""
 
 import re
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ async def create_key(
     at_us: int,
     actor: str,
 ) -> tuple[ApiKey, str]:
-    """A new random key of a team, and its full text, which exists only in this answer.
+    """Make a new random key of a team. Returns the key and its full text, which is kept nowhere.
 
-    Raises NotFound for the team, Conflict when it is archived, Invalid for the name or a past expiry.
+    Raises NotFound for an unknown team, Conflict when the team is archived, Invalid for a wrong name or a past expiry.
     """
     owner = await get_team(connection, team)
     if owner.archived_at_us is not None:
@@ -105,7 +105,7 @@ async def create_key(
 
 
 async def get_key(connection: AsyncConnection, public_id: str) -> ApiKey:
-    """One key by its public id. Raises NotFound, also for anything that is not a public id (such as a whole key)."""
+    """The key with this public id. Raises NotFound, also for a text that is no public id, such as a whole key."""
     row = None
     if _PUBLIC_ID.fullmatch(public_id):
         row = (await connection.execute(_query().where(tables.api_keys.c.public_id == public_id))).one_or_none()
@@ -117,7 +117,7 @@ async def get_key(connection: AsyncConnection, public_id: str) -> ApiKey:
 
 
 async def list_keys(connection: AsyncConnection, team: str | None = None) -> list[ApiKey]:
-    """All keys, or one team's, oldest first. Raises NotFound for an unknown team."""
+    """The keys of all teams, or of one team, oldest first. Raises NotFound for an unknown team."""
     query = _query().order_by(tables.api_keys.c.id)
     if team is not None:
         query = query.where(tables.teams.c.id == (await get_team(connection, team)).team_id)
@@ -125,7 +125,7 @@ async def list_keys(connection: AsyncConnection, team: str | None = None) -> lis
 
 
 async def revoke_key(connection: AsyncConnection, public_id: str, *, at_us: int, actor: str) -> ApiKey:
-    """End a key for good; a second revoke changes nothing. Running requests finish. Raises NotFound."""
+    """Revoke a key for good. Its running requests finish. A second revoke changes nothing. Raises NotFound."""
     key = await get_key(connection, public_id)
     if key.revoked_at_us is not None:
         return key

@@ -1,15 +1,16 @@
 """Leases: what a team holds of its limits, from admission to the end of each request.
 
-Unit: the team, whatever the number of its keys. Each request reserves one request and one slot, then its tokens; it
-ends in exactly one `settle` or `release`. Reserving looks first and takes afterwards, in one call without an await, so
-fifty callers who see one unit left cannot all take it.
+Unit: the team, whatever the number of its keys. Each request reserves first one request and one slot, then its tokens.
+It ends in exactly one `settle` or `release`. A call to reserve looks first and takes afterwards, without an await
+between: when fifty callers see one free unit, one of them gets it.
 
-Rates count what was admitted in the last 60 s, (now - 60, now], whatever the minute on the clock: no rolling minute
-ever holds more than the limit. Time is an injected monotonic clock, so a wall clock that is stepped changes nothing.
+Rates count what was admitted in the last 60 s, (now - 60, now], whatever the minute on the clock. So no rolling minute
+ever holds more than the limit. Time is a monotonic clock that is passed in, so a step of the wall clock changes
+nothing.
 
 Invariant, for each team and at all times: reserved = settled + released + outstanding.
 
-All calls are from one task's thread; nothing here waits.
+All calls come from the event loop's thread, and none of them waits.
 """
 
 import time
@@ -24,8 +25,8 @@ from tenants.quotas import Limits
 from tenants.snapshot import Identity
 
 WINDOW_SECONDS = 60.0
-# Events this close together share one entry that expires with the latest of them, so a window has at most 6,000
-# entries whatever the rate. It only ever lets go later than exact counting would.
+# Events within this time share one entry, which expires with the latest of them. So a window has at most 6,000 entries,
+# whatever the rate. The window never frees anything earlier than exact counting would.
 _ENTRY_SECONDS = 0.01
 _CONCURRENT_RETRY_SECONDS = 1.0
 
@@ -58,7 +59,7 @@ class RollingWindow:
         return self._sum
 
     def add(self, amount: int, now: float) -> _Entry:
-        """Count `amount` at `now`; the entry is what `correct` needs."""
+        """Count `amount` at `now`. Returns the entry, which `correct` takes."""
         entry = self._entries[-1] if self._entries else None
         if entry is None or not entry.first <= now < entry.first + _ENTRY_SECONDS:
             entry = _Entry(now)
@@ -76,7 +77,7 @@ class RollingWindow:
             assert entry.amount >= 0
 
     def seconds_until(self, room: int, now: float) -> float:
-        """How long until the sum has fallen by at least `room` (all of it: until the window is empty)."""
+        """How long until the sum has fallen by at least `room`. WINDOW_SECONDS when `room` is more than the sum."""
         if room <= 0:
             return 0.0
         freed = 0
@@ -87,7 +88,7 @@ class RollingWindow:
         return WINDOW_SECONDS
 
     def seconds_until_empty(self, now: float) -> float:
-        """How long until nothing counts any more."""
+        """How long until the sum is 0."""
         for entry in reversed(self._entries):
             if entry.amount:
                 return max(0.0, entry.last + WINDOW_SECONDS - now)
@@ -95,7 +96,7 @@ class RollingWindow:
 
 
 class ReservationState(Enum):
-    """A reservation is outstanding until it ends, in one of two ways."""
+    """A reservation is outstanding until it is settled or released."""
 
     OUTSTANDING = "outstanding"
     SETTLED = "settled"
@@ -103,14 +104,14 @@ class ReservationState(Enum):
 
 
 class Reservation:
-    """What one request holds. Made and ended by Leases only; callers read it."""
+    """What one request holds. Only Leases makes and ends reservations; callers read them."""
 
     __slots__ = ("_request_entry", "_token_entry", "identity", "state", "tokens", "tokens_used")
 
     def __init__(self, identity: Identity, request_entry: _Entry) -> None:
         self.identity = identity
         self.tokens = 0
-        self.tokens_used = 0  # once it is settled
+        self.tokens_used = 0  # set when the reservation is settled
         self.state = ReservationState.OUTSTANDING
         self._request_entry = request_entry
         self._token_entry: _Entry | None = None
@@ -121,11 +122,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class LimitView:
-    """One limit as its team may see it. All None when unlimited."""
+    """One limit as its team may see it. All fields are None when there is no limit."""
 
     limit: int | None
     remaining: int | None
-    reset_seconds: float | None  # until all of it is free again
+    reset_seconds: float | None  # until the whole limit is free again; None for concurrent requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class LimitsView:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Running totals since start. reserved = settled + released + outstanding, for requests and for tokens."""
+    """One team's totals since the start. reserved = settled + released + outstanding, for requests and for tokens."""
 
     reserved_requests: int = 0
     settled_requests: int = 0
@@ -152,19 +153,19 @@ class Totals:
 
     @property
     def imbalance(self) -> int:
-        """Requests and tokens by which the invariant is off, in either direction."""
+        """By how many requests and tokens the invariant is broken, in either direction."""
         requests = self.settled_requests + self.released_requests + self.outstanding_requests
         tokens = self.settled_tokens + self.released_tokens + self.outstanding_tokens
         return abs(self.reserved_requests - requests) + abs(self.reserved_tokens - tokens)
 
     @property
     def is_balanced(self) -> bool:
-        """The invariant of this module."""
+        """Whether the invariant of this module holds."""
         return self.imbalance == 0
 
 
 class Limited(Protocol):
-    """A team and its limits: `Identity` or `TeamEntry`."""
+    """A team and its limits: `Identity` or `KnownTeam`."""
 
     @property
     def team_id(self) -> int: ...
@@ -174,7 +175,7 @@ class Limited(Protocol):
 
 
 class _Team:
-    """One team's state."""
+    """What one team holds, and its totals."""
 
     __slots__ = (
         "num_running",
@@ -228,9 +229,10 @@ class Leases:
         return team
 
     def seed(self, history: Iterable[tuple[int, float, int]]) -> None:
-        """Count what the ledger says was admitted just before start: (team_id, age in seconds, tokens), oldest first.
+        """Count what the ledger says was admitted just before the start: (team_id, age in seconds, tokens), oldest
+        first.
 
-        So a restart is not a fresh minute. Nothing of it is outstanding.
+        So a restart does not give teams a fresh minute. Nothing that is counted here is outstanding.
         """
         now = self._clock()
         for team_id, age_seconds, tokens in history:
@@ -240,12 +242,12 @@ class Leases:
                 team.tokens.add(tokens, now - age_seconds)
 
     def reserve_request(self, identity: Identity) -> Reservation:
-        """Take one request and one slot, or raise LimitExceeded and take nothing."""
+        """Take one request and one slot. Raises LimitExceeded, and then takes nothing."""
         now = self._clock()
         team = self._team(identity.team_id)
         limits = identity.limits
         used = team.requests.sum(now)
-        # The slot first: a request that is refused for want of a slot must not show as a spent minute either.
+        # Check the slot first: a team that lacks both is refused for the slot, not as if its minute were spent.
         if limits.concurrent is not None and team.num_running + 1 > limits.concurrent:
             raise _exceeded(
                 identity, "concurrent_limit", limits.concurrent, team.num_running, 1, _CONCURRENT_RETRY_SECONDS
@@ -258,9 +260,9 @@ class Leases:
         return Reservation(identity, team.requests.add(1, now))
 
     def reserve_tokens(self, reservation: Reservation, tokens: int) -> None:
-        """Take `tokens` (prompt + clamped max tokens), once for each reservation.
+        """Take `tokens` (prompt + clamped max tokens). Call it once for each reservation.
 
-        When they do not fit, request and slot are given back and LimitExceeded is raised.
+        Raises LimitExceeded when the tokens do not fit; the request and its slot are then given back.
         """
         assert reservation.state is ReservationState.OUTSTANDING, f"{reservation!r} has ended"
         assert reservation._token_entry is None, f"{reservation!r} already holds tokens"
@@ -280,10 +282,10 @@ class Leases:
         team.outstanding_tokens += tokens
 
     def settle(self, reservation: Reservation, tokens_used: int) -> None:
-        """The request ran and used `tokens_used`. Frees the slot, keeps the request counted, corrects the tokens.
+        """End a request that ran and used `tokens_used`: free the slot, keep the request counted, correct the tokens.
 
-        More than was reserved is a debt, counted now. Raises ValueError for a negative number, which must never give
-        quota back; the reservation is then still outstanding.
+        Tokens beyond what was reserved are counted from now on. Raises ValueError for a negative number, which must
+        never give quota back; the reservation is then still outstanding.
         """
         if tokens_used < 0:
             raise ValueError(f"a request cannot use {tokens_used} tokens")
@@ -303,7 +305,7 @@ class Leases:
         self._check(team)
 
     def release(self, reservation: Reservation) -> None:
-        """The request never ran: everything is given back, its place in the minute too."""
+        """End a request that never ran: give everything back, also its place in the minute."""
         team = self._end(reservation, ReservationState.RELEASED)
         now = self._clock()
         team.requests.sum(now)
@@ -316,7 +318,10 @@ class Leases:
         self._check(team)
 
     def amend(self, reservation: Reservation, tokens_used: int | None) -> None:
-        """The reservation has ended, and it is known only now what it used: count that (None: nothing, no request)."""
+        """Correct a reservation that has ended, when it becomes known only later how many tokens it used.
+
+        `tokens_used` None means that the request never ran: then neither the request nor its tokens are counted.
+        """
         assert reservation.state is not ReservationState.OUTSTANDING, f"{reservation!r} has not ended"
         assert tokens_used is None or tokens_used >= 0, "a use is never negative"
         team = self._teams[reservation.identity.team_id]
@@ -368,18 +373,18 @@ class Leases:
         )
 
     def outstanding(self, team_id: int | None = None) -> int:
-        """Requests between admission and their end: of one team, or of all."""
+        """The number of requests between admission and their end, of one team or of all teams."""
         if team_id is not None:
             team = self._teams.get(team_id)
             return 0 if team is None else team.num_running
         return sum(team.num_running for team in self._teams.values())
 
     def imbalance(self) -> int:
-        """Requests and tokens, over all teams, by which the invariant of this module is off: 0."""
+        """By how many requests and tokens, over all teams, the invariant is broken. Anything but 0 is a bug."""
         return sum(team.totals().imbalance for team in self._teams.values())
 
     def totals(self, team_id: int) -> Totals:
-        """One team's running totals."""
+        """One team's totals since the start."""
         team = self._teams.get(team_id)
         return Totals() if team is None else team.totals()
 

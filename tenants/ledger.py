@@ -1,14 +1,17 @@
-"""The ledger: one row for each request that was admitted, whatever becomes of it.
+"""The ledger: one row for each request that was admitted, whatever becomes of the request.
 
-`open` and `close` append to the journal and return; one task writes the rows to SQL in batches, one transaction each.
-The token path never waits for SQL. While SQL fails, rows stay in the journal and the task tries again with back-off.
-A crash is the same as a long failure: at the next start the journal is replayed, rows that are already there are
-skipped by their request id, and opens without a close are booked as "lost" with their last known progress.
+`open` and `close` append to the journal and return. One task writes the rows to SQL in batches, one transaction for
+each batch. So the token path never waits for SQL. While SQL fails, rows stay in the journal, and the task tries again
+with growing pauses.
 
-Request ids are drawn by the gateway, never taken from a caller: a second row with the same id is ignored.
+A crash is treated like a long failure. The next start replays the journal: rows that SQL has already are skipped by
+their request id, and opens without a close are booked as "lost", with their last known progress.
 
-Samples go the same way without the journal: they are for reports, bounded, and the oldest are dropped first. Between
-batches the task sums them by the hour and deletes what is older than it is kept (`tenants.retention`).
+The gateway draws request ids and never takes them from a caller. A second row with the same id is ignored.
+
+Samples go to SQL in the same way, but not through the journal: they are only for reports. Their number in memory is
+bounded, and the oldest are dropped first. Between batches the task sums samples by the hour and deletes old samples
+(`tenants.retention`).
 """
 
 import asyncio
@@ -41,7 +44,7 @@ from tenants.rows import Progress as Progress
 from tenants.rows import ServiceSampleRow as ServiceSampleRow
 
 _log = logging.getLogger("terazi.ledger")
-_STEP_BACK_US = 60_000_000  # of the clock since the last run, that is taken for a correction
+_STEP_BACK_US = 60_000_000  # a row this far in the future is taken for a small correction of the clock
 _ROW_FIELDS = tuple(field.name for field in fields(LedgerRow))
 _SAMPLE_TABLES: dict[type[SampleRow], Table] = {
     ServiceSampleRow: tables.service_samples,
@@ -54,13 +57,13 @@ _SAMPLE_TABLES: dict[type[SampleRow], Table] = {
 class LedgerSettings:
     """Bounds and rhythms of one ledger."""
 
-    journal_fsync_interval_seconds: float = 0.05  # what a power failure may cost
+    journal_fsync_interval_seconds: float = 0.05  # a power failure may cost the lines of this time
     journal_probe_interval_seconds: float = 1.0  # while the disk refuses writes
-    journal_bytes_max: int = 256 * 1024**2  # above it no new request is admitted
+    journal_bytes_max: int = 256 * 1024**2  # no new request is admitted above this size
     journal_segment_bytes: int = 8 * 1024**2
     batch_rows_max: int = 200  # one transaction
-    samples_max: int = 20_000  # waiting for SQL; the oldest are dropped first
-    sample_seconds_kept_hours: int = 48  # then only their sums by the hour are left
+    samples_max: int = 20_000  # that wait for SQL; the oldest are dropped first
+    sample_seconds_kept_hours: int = 48  # after that only the sums by the hour are left
     sample_hours_kept_days: int = 400
     retry_seconds_first: float = 0.1
     retry_seconds_max: float = 5.0
@@ -110,14 +113,14 @@ class Ledger:
         self._has_failed = False
         self._has_warned_of_clock = False
         self.num_failures = 0  # SQL transactions that failed
-        self.num_rejected = 0  # rows the database can never take; kept in rejected.jsonl
+        self.num_rejected = 0  # rows that the database can never take, kept in rejected.jsonl
         self.num_samples_dropped = 0
-        self.num_lost = 0  # booked as lost at this start
+        self.num_lost = 0  # requests booked as lost at this start
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Book what an earlier life left in the journal, then begin. Raises StoreUnavailable."""
+        """Book what an earlier process left in the journal, then start the tasks. Raises StoreUnavailable."""
         replay = self._journal.replay()
         num_rows = 0
         try:
@@ -140,7 +143,10 @@ class Ledger:
             yield lost_row(entry, replay.progress.get(entry.request_id), self._now_us())
 
     async def stop(self) -> None:
-        """Write what is left to SQL; what SQL refuses stays in the journal for the next start."""
+        """Write the remaining rows to SQL and end the tasks.
+
+        Rows that SQL refuses stay in the journal for the next start.
+        """
         assert self._writer is not None and self._syncer is not None, "the ledger was not started"
         self._stopping.set()
         self._wake.set()
@@ -152,13 +158,13 @@ class Ledger:
             self._journal.close()
 
     async def flush(self) -> None:
-        """Wait until SQL has everything that was closed before."""
+        """Wait until no row and no sample waits for SQL."""
         await self._idle.wait()
 
     # --- booking ------------------------------------------------------------------------------------------------
 
     def open(self, entry: OpenEntry) -> None:
-        """A request is admitted and about to be submitted. Raises StoreUnavailable: then do not submit it."""
+        """Note that a request is admitted and about to be submitted. Raises StoreUnavailable: then do not submit it."""
         if self._has_failed and self._settings.on_error == "deny":
             raise StoreUnavailable("The database does not take the ledger's rows now.")
         if self._writer is None or self._writer.done():
@@ -166,25 +172,28 @@ class Ledger:
         self._journal.append_open(entry)
 
     def progress(self, progress: Progress) -> None:
-        """Where an open request stands, for its row if we die before its end. Optional."""
+        """Note how far an open request has come.
+
+        Its row uses this if the gateway dies before the request ends. Optional.
+        """
         with contextlib.suppress(StoreUnavailable):  # the journal has said so once
             self._journal.append_progress(progress)
 
     def close(self, row: LedgerRow) -> None:
-        """A request has ended: exactly one call for each `open`, before the last byte goes to the client."""
+        """Book a request that has ended. Call it once for each `open`, before the last byte goes to the client."""
         if self._journal.holds_close(row.request_id):
             _log.error("request %s was closed twice; the second row is ignored", row.request_id)
             return
-        with contextlib.suppress(StoreUnavailable):  # it is kept in memory, and SQL may still take it
+        with contextlib.suppress(StoreUnavailable):  # the row is kept in memory, and SQL may still take it
             self._journal.append_close(row)
         self._rows.append(row)
         self._idle.clear()
         self._wake.set()
 
     def add_samples(self, samples: Sequence[SampleRow]) -> None:
-        """Samples of one interval, all kinds together."""
+        """Take in the samples of one interval, of all kinds. They wait in memory for SQL."""
         kept = [sample for sample in samples if sample.at_us >= self._retention.seconds_from_us]
-        if len(kept) < len(samples):  # the clock has stepped back by days
+        if len(kept) < len(samples):  # the clock was set back by days
             if not self._has_warned_of_clock:
                 _log.warning(
                     "samples are dropped: their hour (%s) is older than the seconds that are kept (from %s). Is the "
@@ -208,7 +217,8 @@ class Ledger:
         return len(self._rows)
 
     def lag_us(self, now_us: int) -> int:
-        """Age at `now_us` of the oldest ended request whose row is not in SQL yet; 0 when all are."""
+        """How long ago the oldest request ended whose row is not in SQL yet, in microseconds; 0 when SQL has all
+        rows."""
         return max(0, now_us - self._rows[0].finished_at_us) if self._rows else 0
 
     @property
@@ -223,12 +233,13 @@ class Ledger:
 
     @property
     def is_unwritable(self) -> bool:
-        """True while the disk does not take the journal's lines: a new request would be refused."""
+        """True while the disk does not take the journal's lines. A new request is then refused."""
         return self._journal.trouble is not None
 
     @property
     def has_room(self) -> bool:
-        """False while a new request would be refused."""
+        """False while a new request is refused because the journal is full, or because SQL fails and `on_error` is
+        "deny"."""
         return self._journal.has_room and not (self._has_failed and self._settings.on_error == "deny")
 
     # --- the writer ---------------------------------------------------------------------------------------------
@@ -265,14 +276,14 @@ class Ledger:
                 wait = self._settings.retry_seconds_first
 
     async def _back_off(self, seconds: float) -> None:
-        """Wait, but not while a stop waits for us."""
-        both = [asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._stopping.wait())]
+        """Wait `seconds`, or until the ledger is told to stop."""
+        waits = [asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._stopping.wait())]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _write_batch(self) -> None:
         size = self._settings.batch_rows_max
@@ -296,7 +307,7 @@ class Ledger:
                 await _insert_rows(connection, rows)
                 await self._insert_samples(connection, samples)
         except (IntegrityError, DataError):
-            # One row that can never be taken must not hold up the others for ever.
+            # A row that the database can never take must not hold up the other rows for ever.
             await self._write_singly(rows, samples)
 
     async def _write_singly(self, rows: Sequence[LedgerRow], samples: Sequence[SampleRow]) -> None:
@@ -355,7 +366,7 @@ class Ledger:
             is_synced = True
         except OSError as error:
             failure = error
-        finally:  # also when a stop cancels this: the journal then syncs them as it closes
+        finally:  # also when `stop` cancels this task: the journal then syncs the files as it closes
             if is_synced:
                 for fd in fds:
                     os.close(fd)
@@ -404,15 +415,15 @@ async def _insert(
 async def recent_use(connection: AsyncConnection, now_us: int) -> list[tuple[int, float, int]]:
     """What was admitted within the last minute, for `Leases.seed`: (team_id, age in seconds, tokens), oldest first.
 
-    Requests of the last run that never closed are in the ledger too by then, as "lost". Requests that were given back
-    are left out, as they were before the restart. So are rows that lie in the future by more than a minute: the clock
-    was ahead when they were booked, and nobody knows how long ago that was.
+    Requests of the last run that never closed are in the ledger by then, as "lost", so they count too. Two kinds of
+    rows do not count: requests that were given back, which did not count before the restart either; and rows that lie
+    more than a minute in the future. The clock was ahead when such a row was booked, so nobody knows how old it is.
     """
     t = tables.ledger.c
     since = now_us - 60_000_000
     query = (
         select(t.team_id, t.admitted_at_us, t.prompt_tokens + t.output_tokens)
-        # Whoever was admitted in the window finished in it too, and that column has the index.
+        # A request that was admitted in the window also finished in it, and `finished_at_us` has the index.
         .where(
             t.finished_at_us > since,
             t.admitted_at_us > since,

@@ -1,8 +1,8 @@
-"""Schema upgrades: run at start, by one process at a time, all or nothing.
+"""Schema upgrades. They run at the start, in one process at a time, and change everything or nothing.
 
-On SQLite a file lock beside the database serialises processes (SQLite's own lock would make the late ones fail instead
-of wait); on PostgreSQL an advisory lock, which goes with its connection. The late ones find the newest revision and go
-on. A database from a newer version is refused, never touched.
+Processes take turns. On SQLite they hold a file lock beside the database, because SQLite's own lock would make a late
+process fail instead of wait. On PostgreSQL they hold an advisory lock, which ends with its connection. A late process
+finds the newest revision and goes on. A database from a newer version is refused and never touched.
 """
 
 import asyncio
@@ -45,14 +45,17 @@ def alembic_config(url: str = "") -> Config:
 
 
 def head() -> str:
-    """The newest revision this version knows."""
+    """The newest revision that this version of Terazi knows."""
     revision = ScriptDirectory.from_config(alembic_config()).get_current_head()
     assert revision is not None
     return revision
 
 
 async def current(url: str) -> str | None:
-    """The database's revision; None for an empty one. Raises StoreUnavailable when it cannot be read."""
+    """The database's revision; None when the database is empty or not there.
+
+    Raises Invalid for a wrong URL, StoreUnavailable when the database cannot be read.
+    """
     path = sqlite_path(url)
     if path is not None and not path.exists():
         return None
@@ -67,10 +70,10 @@ async def current(url: str) -> str | None:
 
 
 async def upgrade(url: str, *, now_us: Callable[[], int] = wall_clock_us) -> str:
-    """Bring the schema to the newest revision and return it. A new database gets the default tiers.
+    """Bring the schema to the newest revision and return that revision. A new database gets the default tiers.
 
-    Raises SchemaTooNew for a database of a newer version, MigrationFailed when a step fails (then nothing is changed),
-    StoreUnavailable when the database cannot be reached or locked.
+    Raises SchemaTooNew when a newer version made the database, MigrationFailed when a step fails (then nothing is
+    changed), and StoreUnavailable when the database cannot be reached or locked.
     """
     engine = make_engine(url, is_pooled=False)
     try:
@@ -102,7 +105,7 @@ async def _upgrade(connection: AsyncConnection, url: str, now_us: int) -> str:
 
     def run(sync_connection: Connection) -> None:
         config.attributes["connection"] = sync_connection
-        # One by one, so that a failure is known by its migration. All are in the caller's transaction.
+        # Run the migrations one by one, so that an error can name its migration. All run in the caller's transaction.
         for script in reversed(list(scripts.iterate_revisions(newest, before or "base"))):
             try:
                 command.upgrade(config, script.revision)
@@ -138,18 +141,24 @@ def _title(script: Script) -> str:
 
 
 def _cause(url: str, error: Exception) -> str:
-    """The reason, in one line. Never a statement's parameters: they are hidden from SQLAlchemy's own text too."""
+    """The reason, in one line.
+
+    It never holds a statement's parameters; our engines hide them in SQLAlchemy's texts too.
+    """
     why = disk_trouble(error, sqlite_path(url))
     original = getattr(error, "orig", None) or error
     lines = str(original).strip().splitlines()
-    # "<class 'asyncpg.exceptions.UndefinedTableError'>: relation ..." is how the driver's errors are passed on.
+    # SQLAlchemy passes the driver's errors on as "<class 'asyncpg.exceptions.UndefinedTableError'>: relation ...".
     text = re.sub(r"^<class '[\w.]+'>: ", "", lines[0]) if lines else type(original).__name__
     return why or text.rstrip(".")
 
 
 @asynccontextmanager
 async def _file_lock(url: str) -> AsyncIterator[None]:
-    """Hold DATABASE.migrate.lock; others wait. The kernel drops it with the process, so none is ever left behind."""
+    """Hold DATABASE.migrate.lock inside the block; other processes wait. The kernel drops the lock when a process dies.
+
+    Raises StoreUnavailable. For PostgreSQL it does nothing.
+    """
     path = sqlite_path(url)
     if path is None:
         yield
@@ -168,7 +177,7 @@ async def _file_lock(url: str) -> AsyncIterator[None]:
 
 
 async def _take(fd: int, lock_path: Path) -> None:
-    # Polled rather than waited for in a thread: a thread inside flock could not be given up at the time-out.
+    # Poll, because a thread that waits inside flock could not be given up at the time-out.
     tries = round(LOCK_TIMEOUT_SECONDS / _LOCK_POLL_SECONDS)
     for _ in range(tries):
         try:
@@ -178,5 +187,6 @@ async def _take(fd: int, lock_path: Path) -> None:
         else:
             return
     raise StoreUnavailable(
-        f"Another process has been upgrading the database for {LOCK_TIMEOUT_SECONDS:.0f} s: {lock_path}"
+        f"Another process has held {lock_path} for {LOCK_TIMEOUT_SECONDS:.0f} s, as for an upgrade of the database: "
+        "wait until that process is done, or end it, and start again."
     )

@@ -1,4 +1,4 @@
-"""The pepper: 32 random bytes that key the hashes of all API keys, kept beside the database, never in it."""
+"""The pepper: 32 random bytes that key the hashes of all API keys. It is kept outside the database."""
 
 import base64
 import binascii
@@ -22,7 +22,7 @@ _log = logging.getLogger("terazi.pepper")
 
 @dataclass(frozen=True, slots=True)
 class Pepper:
-    """The bytes and a short id, which is stored with each key so that a lost or swapped pepper is noticed."""
+    """The secret bytes and a short id. The id is stored with each key, so that a lost or swapped pepper is noticed."""
 
     pepper_id: str
     secret: bytes
@@ -32,19 +32,25 @@ class Pepper:
 
     @staticmethod
     def of(secret: bytes) -> "Pepper":
-        """Wrap raw bytes. Raises Invalid below 32 bytes."""
+        """The pepper of these raw bytes. Raises Invalid when there are fewer than 32."""
         if len(secret) < _PEPPER_BYTES:
             raise Invalid(f"The pepper must have at least {_PEPPER_BYTES} bytes.")
         return Pepper(pepper_id=hashlib.sha256(b"terazi pepper id:" + secret).hexdigest()[:12], secret=secret)
 
 
 def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepper:
-    """The pepper from TERAZI_PEPPER (base64), else from DATA_DIR/pepper, created there with mode 0600 the first time.
+    """The pepper from TERAZI_PEPPER (base64), else from DATA_DIR/pepper. Makes that file, with mode 0600, the first
+    time.
 
-    Two processes may race: the file is created exclusively and complete, and the loser reads the winner's. A file that
-    others can read is made private, with a warning in the log.
-    Raises Invalid when what is there is damaged (making a new one would lock every key out), when others can read it
-    and this user cannot change that, or when it belongs to neither this user, root, nor the directory's owner.
+    Two processes may race. Each makes a complete file and links it to the name; the loser reads the winner's file. A
+    file that others can read is made private, with a warning in the log.
+
+    Raises Invalid in these cases:
+
+    - The pepper is damaged. A new pepper would lock out every key, so none is made.
+    - Others can read the file, and this user cannot change that.
+    - The file belongs neither to this user, nor to root, nor to the directory's owner.
+    - The path is not a regular file.
     """
     text = environ.get(PEPPER_ENV)
     if text:
@@ -54,7 +60,7 @@ def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepp
         _create(path)
     about, user = path.stat(), os.geteuid()
     if not stat.S_ISREG(about.st_mode):
-        raise Invalid(f"The pepper {path} is not a regular file.")
+        raise Invalid(f"The pepper {path} is not a regular file: put the pepper's file, or its backup, in its place.")
     if about.st_uid not in (user, 0, path.parent.stat().st_uid):
         raise Invalid(
             f"The pepper {path} belongs to user {about.st_uid}, who may read and replace it. If it is the right one, "
@@ -66,7 +72,7 @@ def load_pepper(data_dir: Path, environ: Mapping[str, str] = os.environ) -> Pepp
 
 
 def _make_private(path: Path, about: os.stat_result, user: int) -> None:
-    # A group that root lets read its file, as with a mounted secret, is meant so.
+    # When the file is not this user's, its owner may mean the group to read it, as with a mounted secret.
     too_open = _OTHERS if user in (0, about.st_uid) else _WRITABLE
     if not about.st_mode & too_open:
         return
@@ -93,7 +99,7 @@ def _create(path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(draft, path)  # fails when another process was first: then theirs is the pepper
+            os.link(draft, path)  # fails when another process was first: then its file is the pepper
         except FileExistsError:
             return
     finally:
@@ -106,5 +112,8 @@ def _decode(text: str, where: str) -> Pepper:
     except (binascii.Error, ValueError):
         secret = b""
     if len(secret) < _PEPPER_BYTES:
-        raise Invalid(f"The pepper in {where} is damaged: it must be base64 of at least {_PEPPER_BYTES} bytes.")
+        raise Invalid(
+            f"The pepper in {where} is damaged: it must be base64 of at least {_PEPPER_BYTES} bytes. Restore it from a "
+            "backup: with another pepper no API key works."
+        )
     return Pepper.of(secret)

@@ -1,7 +1,7 @@
 """Limits: what a team may use. Pure values and their rules.
 
-None is unlimited, 0 is none at all; negative numbers, NaN, infinities and numbers in text are refused with a reason.
-(A gateway in the field read 0 as unlimited; another let a negative number give quota back.)
+None means no limit, and 0 means that nothing is allowed. Negative numbers, NaN, infinities and numbers in text are
+refused with a reason. (A gateway in the field read 0 as unlimited; another let a negative number give quota back.)
 """
 
 import math
@@ -17,10 +17,10 @@ LIMIT_MAX = 2**53 - 1  # the largest whole number that every JSON reader keeps e
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """One team's limits. None is unlimited, 0 is none."""
+    """One team's limits. None means no limit, 0 means that nothing is allowed."""
 
     requests_per_minute: int | None = None  # admitted in any rolling 60 s
-    tokens_per_minute: int | None = None  # prompt + clamped max tokens admitted in any rolling 60 s, settled to used
+    tokens_per_minute: int | None = None  # in any rolling 60 s: prompt + clamped max tokens, later those used
     concurrent: int | None = None  # requests between admission and their end
 
 
@@ -29,7 +29,10 @@ LIMIT_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Limits))
 
 
 def check_limit(name: str, value: object) -> int | None:
-    """`value` as a limit. Raises Invalid with the reason for everything that is not a whole number >= 0 or None."""
+    """`value` as a limit, if it is None or a whole number from 0 to LIMIT_MAX.
+
+    Raises Invalid, with the reason, if not.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,26 +1,34 @@
-"""What becomes of samples: each hour is summed when it is over, seconds go after days, hours after a year.
+"""What becomes of samples: each hour is summed when it is over; seconds are deleted after days, hours after a year.
 
-Nothing grows without a limit, and no report needs to read more than a few hours by the second. The ledger is no part
-of this: its rows are kept for ever.
+So no table of samples grows without a limit, and no report needs to read more than a few hours by the second. The
+ledger is not part of this: its rows are kept for ever.
 
 *Sums.* When an hour of UTC is over, its seconds are summed into the hour tables (`tenants.reports.samples` says how
-they are read). A wall clock that steps back sends samples into an hour that is summed already: then the sums from that
-hour on do not count any more, reports read its seconds, and it is summed again when it is over once more. Samples of
-an hour whose seconds are gone are not taken (`seconds_from_us`).
+reports read them). A wall clock that steps back sends samples into an hour that is summed already. Then the sums from
+that hour on no longer count: reports read its seconds, and the hour is summed again when it is over once more. Samples
+of an hour whose seconds are deleted are dropped (`seconds_from_us`).
 
-*What becomes coarser.* While its seconds are kept, an hour's row is exactly their sum, least or greatest. When they are
-gone, periods that cut an hour get it whole if it starts in them, plots have one moment for it, and how many sequences
-waited or ran in each second is no longer known.
+*What becomes coarser.* While an hour's seconds are kept, its row is exactly their sum, least or greatest. After the
+seconds are deleted, three things change:
 
-*Age, and clocks that lie.* What is deleted is gone, so a wall clock alone does not decide it. Age is measured against
-the least of three moments: the wall clock; one hour after the newest row that was ever booked; and the moment of the
-last run plus the time that this process has really run since, and a little more (`moment_of_age`). A clock that is 500
-days ahead at one start so deletes nothing that was not about to go anyway: no row is so new, and once there are such
-rows, each run moves on by little more than the time since the last one. A store that was idle or switched off keeps its
-samples for longer, and catches up a quarter faster than time passes.
+- A period that cuts an hour gets the whole hour if the hour starts in the period.
+- A plot has one moment for the hour.
+- It is no longer known how many sequences waited or ran in each second.
 
-*Transactions.* The ledger's writer calls `work` between its batches. Each call writes at most one hour's sums (read
-before the write lock is taken), or deletes about `DELETED_ROWS_MAX` rows, so nobody waits long.
+*Age, and clocks that lie.* Deleted rows are gone for good, so the wall clock alone does not decide what is old. Age is
+measured against the least of three moments (`moment_of_age`):
+
+- the wall clock,
+- one hour after the newest row that was ever booked,
+- the moment of the last run, plus the time that this process has really run since, plus a quarter of that time.
+
+For example, a clock is 500 days ahead at one start. Before a row is booked, the second moment keeps all samples. After
+rows with the wrong time are booked, the third moment lets each run move on by little more than the time since the last
+run. So nothing is deleted that was not about to be deleted anyway. A store that was idle or switched off keeps its
+samples for longer, and then catches up a quarter faster than time passes.
+
+*Transactions.* The ledger's writer calls `work` between its batches. Each call either writes the sums of at most one
+hour (it reads before it takes the write lock) or deletes about `DELETED_ROWS_MAX` rows, so nobody waits long.
 """
 
 import logging
@@ -38,11 +46,11 @@ from tenants.reports.samples import HOUR_US, SERVICE_COLUMNS, Reach, Span, floor
 
 _log = logging.getLogger("terazi.retention")
 
-DELETED_ROWS_MAX = 5_000  # in one transaction; the rows of one moment go together
-AFTER_NEWEST_US = HOUR_US  # ages are measured against no later moment after the newest row
-FIRST_RUN_US = HOUR_US  # allowed for at the first run of a process, which may have run for minutes each time
-CLOCK_AHEAD_US = 7 * 24 * HOUR_US  # of the newest row at a start: then it is warned about
-CLOCK_JUMP_US = HOUR_US  # while the server runs, or back from the newest row
+DELETED_ROWS_MAX = 5_000  # in one transaction; rows of the same moment are deleted together
+AFTER_NEWEST_US = HOUR_US  # ages are measured against at most this long after the newest row
+FIRST_RUN_US = HOUR_US  # added at a process's first run, for earlier processes that ran only minutes each
+CLOCK_AHEAD_US = 7 * 24 * HOUR_US  # of the newest row at the start: then the log warns
+CLOCK_JUMP_US = HOUR_US  # ahead while the server runs, or behind the newest row: then the log warns
 _DAY_HOURS = 24
 _PLAIN_SUMS = (
     (tables.interference_samples, tables.interference_hours),
@@ -54,11 +62,11 @@ _marks = tables.sample_marks
 
 
 class Retention:
-    """Sums and deletes the samples of one store. Owns the marks; used by one task, after `load`.
+    """Sums and deletes the samples of one store. Owns the marks. One task uses it, after `load`.
 
-    `seconds_kept_hours` and `hours_kept_days` are how long each is kept, counted from the end of its hour. Raises
-    ValueError unless there is an hour of seconds at least, and hours are kept no shorter than seconds. `monotonic` is
-    seconds of a clock that nobody sets.
+    `seconds_kept_hours` is how long seconds are kept, `hours_kept_days` how long sums by the hour are kept, both
+    counted from the end of the hour. `monotonic` is a clock in seconds that nobody sets. Raises ValueError unless
+    seconds are kept for at least one hour, and hours at least as long as seconds.
     """
 
     def __init__(
@@ -75,16 +83,19 @@ class Retention:
         self._seconds_kept_us = seconds_kept_hours * HOUR_US
         self._hours_kept_us = hours_kept_days * _DAY_HOURS * HOUR_US
         self._monotonic = monotonic
-        self._done_us = -1  # the hour in which everything that was due is done
+        self._done_us = -1  # the hour in which all due work is done
         self._hours_to_us = 0
         self._hours_from_us = 0
         self._aged_to_us = 0
-        self._clocks: tuple[int, float] | None = None  # wall and monotonic, at the last run of this process
-        self._age_us: int | None = None  # of the run that is going on
-        self.seconds_from_us = 0  # samples before this are not taken any more
+        self._clocks: tuple[int, float] | None = None  # wall clock and monotonic clock at this process's last run
+        self._age_us: int | None = None  # the moment against which the present run measures ages
+        self.seconds_from_us = 0  # samples before this are dropped
 
     async def load(self, now_us: int | None = None) -> None:
-        """Read the marks, and warn of a clock that cannot be right. Raises what the database raises."""
+        """Read the marks.
+
+        With `now_us`, log a warning about a clock that cannot be right. Raises what the database raises.
+        """
         async with self._database.session() as connection:
             row = (await connection.execute(select(_marks))).mappings().one()
             newest_us = await newest_row(connection) if now_us is not None else None
@@ -96,19 +107,22 @@ class Retention:
             _warn_of_clock(now_us, newest_us)
 
     async def reopen(self, connection: AsyncConnection, moments: Iterable[int]) -> None:
-        """Samples of these moments are written in this transaction: sums that they belong into count no more."""
+        """Samples of these moments are being written in this transaction.
+
+        The sums from the earliest hour on no longer count.
+        """
         hour_us = min(map(floor_hour, moments), default=self._hours_to_us)
         if hour_us < self._hours_to_us:
             await connection.execute(update(_marks).values(hours_to_us=hour_us))
-            # Should the transaction fail, an hour is summed once more than it need be.
+            # If the transaction fails, an hour is summed once more than needed, which does no harm.
             self._hours_to_us, self._done_us = hour_us, -1
 
     def is_due(self, now_us: int) -> bool:
-        """Whether `work` has something to look at."""
+        """Whether `work` may have something to do at `now_us`."""
         return floor_hour(now_us) != self._done_us
 
     async def work(self, now_us: int) -> None:
-        """Do one piece of what is due. Raises what the database raises; then nothing of that piece is done."""
+        """Do one piece of the due work. Raises what the database raises; then nothing of that piece is done."""
         this_hour_us = floor_hour(now_us)
         hour_us = await self._first_unsummed()
         if hour_us is not None and hour_us < this_hour_us:
@@ -119,7 +133,7 @@ class Retention:
         age_us = floor_hour(self._age_us)
         edge_us = min(age_us - self._seconds_kept_us, self._hours_to_us)
         if edge_us > self.seconds_from_us:
-            await self._set_marks(seconds_from_us=edge_us)  # before the first row goes: no report reads half an hour
+            await self._set_marks(seconds_from_us=edge_us)  # before deleting: no report may read half an hour
         if await self._delete(_SECONDS, self.seconds_from_us):
             return
         edge_us = age_us - self._hours_kept_us
@@ -197,7 +211,7 @@ class Retention:
         return any(first is not None and first < edge_us for first in firsts)
 
     async def _delete(self, some_tables: Iterable[Table], edge_us: int) -> bool:
-        """Delete the oldest rows of the first table that has any before `edge_us`; whether there were any."""
+        """Delete the oldest rows of the first table that has rows before `edge_us`. True if a table had such rows."""
         for table in some_tables:
             async with self._database.session() as connection:
                 last_us = await _nth_oldest(connection, table.c.at_us, edge_us)
@@ -209,11 +223,12 @@ class Retention:
 
 
 def moment_of_age(now_us: int, *, newest_us: int, aged_to_us: int, ran_us: int) -> tuple[int, int]:
-    """(the moment against which ages are measured, the mark to keep for the next run).
+    """The moment against which ages are measured, and the mark to keep for the next run. All times are microseconds.
 
-    `newest_us` is the newest booked row; `aged_to_us` the mark of the last run, 0 if there was none; `ran_us` the time
-    that is allowed for since then, by a clock that nobody sets. For example: the wall clock jumps ahead by 500 days, a
-    row is booked, and the next run comes after an hour: ages are measured against the last mark plus 75 minutes.
+    `newest_us` is the moment of the newest booked row. `aged_to_us` is the mark of the last run, 0 if there was none.
+    `ran_us` is the time since the last run, by a clock that nobody sets. For example: the wall clock jumps ahead by 500
+    days, a row is booked, and the next run comes after an hour. Then ages are measured against the last mark plus 75
+    minutes.
     """
     by_rows_us = newest_us + AFTER_NEWEST_US
     if not aged_to_us:
@@ -223,7 +238,7 @@ def moment_of_age(now_us: int, *, newest_us: int, aged_to_us: int, ran_us: int) 
 
 
 async def newest_row(connection: AsyncConnection) -> int | None:
-    """The moment of the newest row of ledger and samples; None when nothing has been booked."""
+    """The moment of the newest row in the ledger and the samples, in microseconds; None when there is no row."""
     columns = [tables.ledger.c.finished_at_us, *(table.c.at_us for table in _SECONDS)]
     found = [await connection.scalar(select(func.max(column))) for column in columns]
     return max((moment for moment in found if moment is not None), default=None)
@@ -254,7 +269,7 @@ def _duration(us: int) -> str:
 
 
 async def _nth_oldest(connection: AsyncConnection, at: ColumnElement[int], edge_us: int) -> int | None:
-    """The moment of the DELETED_ROWS_MAX-th row before `edge_us`, or of the last one; None when there is none."""
+    """The moment of the DELETED_ROWS_MAX-th oldest row before `edge_us`, or of the last row before it, or None."""
     oldest = select(at.label("at_us")).where(at < edge_us).order_by(at).limit(DELETED_ROWS_MAX).subquery()
     found: int | None = await connection.scalar(select(func.max(oldest.c.at_us)))
     return found

@@ -6,6 +6,8 @@ A field added later has a default: a journal line written before the upgrade lac
 from dataclasses import dataclass
 from typing import Literal
 
+from policies.team_counters import TeamCounters
+
 # Before the engine's id in a row whose tokens no model computed.
 SIMULATED_PREFIX = "sim:"
 
@@ -92,29 +94,12 @@ class LedgerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSampleRow:
-    """One team over one interval that ended at `at_us`."""
+class ServiceSampleRow(TeamCounters):
+    """One team over one interval that ended at `at_us`: its counters of that interval (`policies.team_counters`)."""
 
     at_us: int
     team_id: int
     interval_ms: int
-    served_us: int
-    entitled_us: int
-    backlogged_ms: int
-    waiting: int
-    running: int
-    lag_min_us: float
-    lag_max_us: float
-    promotions: int = 0
-    bytes_swapped_out: int = 0
-    bytes_swapped_in: int = 0
-    exhausted: int = 0  # starving sequences that found the budget too small
-    budget_us: int = 0  # at the end; may be negative
-    starving: int = 0  # at the end
-    promoted_us: int = 0
-    overhead_us: int = 0  # of copies and replays it caused; a part of served_us
-    pause_bound_us: int = 0  # for its present queue
-    longest_pause_us: int = 0  # of those that ended in the interval
     lag_bound_us: float = 0.0  # of all teams; 0 is no bound
 
 

@@ -1,7 +1,7 @@
 """The tenants as admission sees them: one frozen value in memory, replaced whole after each change.
 
-Admission never waits for SQL. When the database is away the last snapshot keeps answering, so a good key is never
-refused because of it; a change made here is seen by the next request, because each write reloads before it answers.
+Admission never waits for SQL. While the database is away the last snapshot stays in use, so no good key is refused for
+that reason. The next request sees each change, because a call that writes reloads the snapshot before it answers.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from tenants.pepper import Pepper
 from tenants.quotas import Limits as Limits
 
 _log = logging.getLogger("terazi.tenants")
-_NO_HASH = bytes(32)  # compared on a miss, so that a miss takes as long as a hit
+_NO_HASH = bytes(32)  # compared when the id is unknown, which then takes as long as a known id
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whom a key stands for, and on what terms."""
+    """The team and project that a key belongs to, with the team's tier and limits."""
 
     key_id: int
     key_public_id: str
@@ -44,7 +44,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """One key in the snapshot: who it is, and what proves it."""
+    """One key in the snapshot: its identity, and the hash that proves it."""
 
     identity: Identity
     secret_hmac: bytes
@@ -57,7 +57,7 @@ class KeyEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class TeamEntry:
+class KnownTeam:
     """One team that is not archived."""
 
     team_id: int
@@ -69,9 +69,9 @@ class TeamEntry:
 class Snapshot:
     """All teams and keys at one moment. Immutable."""
 
-    def __init__(self, pepper: Pepper, keys: Mapping[str, KeyEntry], teams: tuple[TeamEntry, ...], generation: int = 0):
+    def __init__(self, pepper: Pepper, keys: Mapping[str, KeyEntry], teams: tuple[KnownTeam, ...], generation: int = 0):
         self._pepper = pepper
-        self._keys = MappingProxyType(dict(keys))  # by whole public id, never by a part of it
+        self._keys = MappingProxyType(dict(keys))  # by public id
         self.teams = teams
         self.generation = generation
 
@@ -79,11 +79,10 @@ class Snapshot:
         return f"Snapshot(generation={self.generation}, teams={len(self.teams)}, keys={len(self._keys)})"
 
     def identify(self, bearer: str, now: datetime) -> Identity:
-        """Whom this key (the text after `Bearer `) stands for at `now`.
+        """The identity of this key (the text after `Bearer `) at the moment `now`.
 
-        Raises InvalidKey for anything unknown or wrong; KeyRevoked, TeamArchived or KeyExpired only when the secret
-        was right.
-        The secret is compared in constant time, and against a dummy when the public id is unknown.
+        Raises InvalidKey when the key is unknown or wrong, and KeyRevoked, TeamArchived or KeyExpired only when the
+        secret was right. The secret is compared in constant time, and against a dummy when the public id is unknown.
         """
         parsed = key_format.parse(bearer)
         if parsed is None:
@@ -102,12 +101,15 @@ class Snapshot:
         return entry.identity
 
     def owner(self, public_id: str) -> Identity | None:
-        """Whom a key with this public id stands for, also a revoked one; for logs, since an id proves nothing."""
+        """The identity of the key with this public id, also of a revoked key.
+
+        Only for logs, since an id proves nothing.
+        """
         entry = self._keys.get(public_id)
         return None if entry is None else entry.identity
 
     def team_terms(self) -> tuple[TeamTerms, ...]:
-        """Every team's terms for the scheduler, in order of team id."""
+        """The terms for the scheduler of every team that is not archived, in order of team id."""
         return tuple(team.tier.terms(team.team_id) for team in self.teams)
 
 
@@ -115,7 +117,7 @@ Callback = Callable[[Snapshot], Awaitable[None] | None]
 
 
 class SnapshotHolder:
-    """Owns the current snapshot. Reload after every admin write; subscribers run after each reload, in order."""
+    """Owns the current snapshot. Every admin write calls `reload`, which calls the subscribers in order."""
 
     def __init__(self, database: Database, pepper: Pepper) -> None:
         self._database = database
@@ -132,19 +134,19 @@ class SnapshotHolder:
 
     @property
     def pepper(self) -> Pepper:
-        """What new keys are hashed with."""
+        """The pepper that the secrets of new keys are hashed with."""
         return self._pepper
 
     def subscribe(self, callback: Callback) -> None:
-        """Have `callback(snapshot)` run after each reload; it may return an awaitable."""
+        """Call `callback(snapshot)` after each reload. If it returns an awaitable, the reload awaits it."""
         self._callbacks.append(callback)
 
     async def reload(self) -> Snapshot:
-        """Read everything anew and tell the subscribers.
+        """Read teams, tiers, quotas and keys anew, and call the subscribers.
 
         Raises StoreUnavailable when the database cannot be read; the old snapshot then stays.
         """
-        # One at a time: of two that overlap, the one that read first must not replace the other's newer state.
+        # One reload at a time. Of two that overlap, the reload that read first must not replace the newer state.
         async with self._reloading:
             try:
                 snapshot = await load_snapshot(self._database, self._pepper)
@@ -158,22 +160,9 @@ class SnapshotHolder:
                     await result
             return snapshot
 
-    async def refresh(self) -> bool:
-        """Reload if another process has written since (one small query). True if it did; raises as `reload` does."""
-        try:
-            async with self._database.session() as connection:
-                generation = await connection.scalar(select(tables.generation.c.value))
-        except STORE_ERRORS as error:
-            self.num_failed_reloads += 1
-            raise StoreUnavailable("The database cannot be read; the last known teams and keys stay.") from error
-        if generation == self._current.generation:
-            return False
-        await self.reload()
-        return True
-
 
 async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
-    """Read teams, tiers, quotas and keys in one transaction."""
+    """Read teams, tiers, quotas and keys in one transaction. Raises what the database raises."""
     t = tables
     team_query = (
         select(t.teams.c.id, t.teams.c.name, t.teams.c.archived_at_us, *t.TIER_COLUMNS, *t.LIMIT_COLUMNS)
@@ -185,10 +174,10 @@ async def load_snapshot(database: Database, pepper: Pepper) -> Snapshot:
         generation = await connection.scalar(select(t.generation.c.value))
         team_rows = (await connection.execute(team_query)).mappings().all()
         key_rows = (await connection.execute(key_query)).mappings().all()
-    entries: dict[int, TeamEntry] = {}
+    entries: dict[int, KnownTeam] = {}
     archived: set[int] = set()
     for row in team_rows:
-        entries[row["id"]] = TeamEntry(row["id"], row["name"], t.tier_of(row), t.limits_of(row))
+        entries[row["id"]] = KnownTeam(row["id"], row["name"], t.tier_of(row), t.limits_of(row))
         if row["archived_at_us"] is not None:
             archived.add(row["id"])
     keys: dict[str, KeyEntry] = {}

@@ -1,12 +1,13 @@
-"""One gateway to a store: limits are counted in one process's memory, and keys are withdrawn there.
+"""One gateway to a store, since limits are counted, and keys are checked, in the memory of one process.
 
-A gateway holds the lock from before it reads the store until its end; a command that writes without a server holds it
-while it runs. Who holds it is told by a text (`holder`), so that the one who is refused can say whom to stop.
+A gateway holds the lock from before it reads the store until its end. A command that writes without a server holds the
+lock while it runs. A text (`holder`) says who holds the lock, so that a refused process can name whom to stop.
 
-* SQLite: `DATABASE.gateway.lock` beside the database, locked with flock and holding the text. The kernel drops it with
-  its process, and it cannot be lost before. Other spellings of the path are the same file: it is resolved first.
-* PostgreSQL: an advisory lock on a connection of its own, whose application_name is the text (63 bytes of it). It goes
-  with that connection, so `watch` looks at it every few seconds and takes it again when it is lost.
+* SQLite: the lock is `DATABASE.gateway.lock` beside the database, locked with flock, and it holds the text. The kernel
+  drops it when its process dies, and it cannot be lost before. The path is resolved first, so that all spellings of it
+  lead to one lock.
+* PostgreSQL: the lock is an advisory lock on a connection of its own, whose application_name is the text, cut to 63
+  bytes. It ends with that connection, so `watch` checks it every few seconds and takes it again when it is lost.
 """
 
 import asyncio
@@ -28,17 +29,20 @@ from tenants.disk import disk_trouble
 from tenants.errors import StoreInUse, StoreUnavailable
 
 _log = logging.getLogger("terazi.store_lock")
-GATEWAY = "the gateway at "  # how the text of one that stays begins; a command is gone soon
+GATEWAY = "the gateway at "  # how a gateway's `holder` text begins: it stays, while a command ends soon
 _ADVISORY_LOCK = 0x7465_7261_7A6A  # "terazj"; the migrations' lock is "terazi"
 _NAME_BYTES_MAX = 63  # of PostgreSQL's application_name
 _POLL_SECONDS = 0.05
 WAIT_SECONDS = 10.0  # for a command to end
 CHECK_SECONDS = 2.0  # between two looks at the connection
-ANSWER_SECONDS = 5.0  # for the database's answer to one
+ANSWER_SECONDS = 5.0  # how long a look waits for the database's answer
 
 
 class StoreLock:
-    """A held lock. `watch` keeps it; `lost_seconds` says for how long it has been lost."""
+    """A lock that is held.
+
+    `watch` takes it again when it is lost; `lost_seconds` says for how long it has been lost.
+    """
 
     def __init__(self, connection: AsyncConnection | None, connect: Callable[[], Awaitable[AsyncConnection]] | None):
         self._connection = connection  # of PostgreSQL
@@ -48,11 +52,11 @@ class StoreLock:
 
     @property
     def lost_seconds(self) -> float:
-        """0 while it is held."""
+        """For how long the lock has been lost, in seconds; 0 while it is held."""
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
 
     async def watch(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Run for ever. Raises StoreInUse when the lock was lost and another one has it now."""
+        """Watch the lock until cancelled. Raises StoreInUse when the lock was lost and another process holds it now."""
         if self._connect is None:
             await asyncio.get_running_loop().create_future()
             return
@@ -80,7 +84,7 @@ class StoreLock:
         _log.info("the store's lock is held again")
 
     def _listen(self) -> None:
-        """Hear of the connection's end at once, where the driver tells it."""
+        """Have the driver tell us at once when the connection ends, if the driver can."""
         raw = self._connection and self._connection.sync_connection
         driver = raw.connection.driver_connection if raw is not None else None
         if driver is not None and hasattr(driver, "add_termination_listener"):
@@ -88,22 +92,22 @@ class StoreLock:
 
     async def _pause(self, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._look.clear()
-        both: list[asyncio.Future[Any]] = [asyncio.ensure_future(sleep(CHECK_SECONDS))]
-        if self._lost_at is None:  # else the next try is due by time only
-            both.append(asyncio.ensure_future(self._look.wait()))
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(sleep(CHECK_SECONDS))]
+        if self._lost_at is None:  # while the lock is lost, only time starts the next try
+            waits.append(asyncio.ensure_future(self._look.wait()))
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def release(self) -> None:
-        """Let go."""
+        """Release the lock and close its connection. A second call does nothing."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        if self._lost_at is None:  # at once, not only when the server has seen the connection's end
+        if self._lost_at is None:  # unlock at once: the server may notice a closed connection only later
             with contextlib.suppress(*STORE_ERRORS):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await connection.execute(text("SELECT pg_advisory_unlock(:id)"), {"id": _ADVISORY_LOCK})
@@ -112,9 +116,10 @@ class StoreLock:
 
 @asynccontextmanager
 async def hold_store(url: str, holder: str, *, wait_seconds: float = WAIT_SECONDS) -> AsyncIterator[StoreLock]:
-    """Hold the store of `url` as `holder`. Waits for a command to end, never for a gateway.
+    """Hold the store of `url` as `holder`, inside the block.
 
-    Raises StoreInUse, or StoreUnavailable when the lock cannot be reached.
+    Waits up to `wait_seconds` for a command to end, but never for a gateway. Raises StoreInUse when another process
+    holds the store, and StoreUnavailable when the lock cannot be reached.
     """
     path = sqlite_path(url)
     deadline = time.monotonic() + wait_seconds
@@ -186,7 +191,10 @@ _HALVES = {"high": _ADVISORY_LOCK >> 32, "low": _ADVISORY_LOCK & 0xFFFF_FFFF}
 
 
 async def _connect(url: str, holder: str) -> AsyncConnection:
-    """A connection that holds the lock. It is in no transaction, so it holds nothing else up."""
+    """A connection that holds the lock. It is in no transaction, so it blocks nothing else.
+
+    Raises StoreInUse, or StoreUnavailable when the database does not answer.
+    """
     engine = make_engine(url, is_pooled=False).execution_options(isolation_level="AUTOCOMMIT")
     connection = None
     try:
@@ -202,7 +210,7 @@ async def _connect(url: str, holder: str) -> AsyncConnection:
         if connection is not None:
             await _close(connection)
         if isinstance(error, TimeoutError):
-            raise StoreUnavailable("The database does not answer.") from error
+            raise StoreUnavailable(f"The database did not answer within {ANSWER_SECONDS:g} s. Is it busy?") from error
         raise
 
 

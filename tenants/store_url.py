@@ -1,9 +1,9 @@
-"""The URL of the store: which ones are served, and how one is shown without its password.
+"""The URL of the store: which URLs are accepted, and how a URL is shown without its password.
 
-Platforms hand such URLs out in several spellings, and people paste what a program prints into tickets. So this module
-knows both sides: `normalised` turns any usual spelling into the one that SQLAlchemy's async drivers take, and `masked`
-shows a URL with everything hidden that could be part of a password. A text that is no clean URL is hidden whole,
-because nobody can tell where its password ends.
+Platforms hand out such URLs in several spellings, and people paste what a program prints into tickets. So `normalised`
+turns any usual spelling into the spelling that SQLAlchemy's async drivers take, and `masked` hides every part of a URL
+that could belong to a password. A text that is no clean URL is hidden whole, because nobody can tell where its password
+ends.
 """
 
 import re
@@ -16,7 +16,8 @@ POSTGRESQL, SQLITE = "postgresql+asyncpg", "sqlite+aiosqlite"
 _SCHEMES = dict.fromkeys(("postgresql", "postgres", POSTGRESQL), POSTGRESQL) | dict.fromkeys(("sqlite", SQLITE), SQLITE)
 _EXAMPLE = "postgresql://USER:PASSWORD@HOST:PORT/NAME"
 
-# As SQLAlchemy reads it (a password goes up to the first @), but stricter in what follows: an @ there is a password's.
+# Read as SQLAlchemy reads a URL, where a password ends at the first @. Stricter behind it: another @ there may belong
+# to the password, so `_parsed` refuses such a URL.
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][\w+.-]*)://"
     r"(?:(?P<user>[^:/@?]*)(?P<password>:[^@]*)?@)?"
@@ -26,11 +27,11 @@ _URL = re.compile(
     r"(?:\?(?P<query>.*))?",
     re.ASCII | re.DOTALL,
 )
-# Parameters in a query that are no secret. Others are hidden: a driver may take a password by any name.
+# Parameters in a query that are no secret. All others are hidden, since a driver may take a password by any name.
 _SHOWN = frozenset({"host", "port", "user", "dbname", "database", "ssl", "sslmode", "timeout", "connect_timeout"})
 _SHOWN |= {"command_timeout", "application_name", "statement_cache_size", "prepared_statement_cache_size"}
 _SHOWN |= {"target_session_attrs", "uri", "mode"}
-# What libpq's URLs call otherwise than asyncpg.
+# Parameters that libpq's URLs name differently: libpq's name to asyncpg's.
 _RENAMED = {"sslmode": "ssl", "connect_timeout": "timeout", "dbname": "database"}
 NUMBERS = {"timeout": float, "command_timeout": float, "statement_cache_size": int}
 NUMBERS |= {"max_cached_statement_lifetime": int, "max_cacheable_statement_size": int}
@@ -41,7 +42,7 @@ _POSTGRESQL_QUERY = (*_TEXTS, *NUMBERS, "application_name", "prepared_statement_
 def normalised(text: str) -> str:
     """The URL in the spelling that the async drivers take.
 
-    Raises Invalid, in words that hold nothing of the text but its scheme and the names of its parameters.
+    Raises Invalid. Its message holds nothing of `text` but the scheme and the names of parameters.
     """
     text = text.strip()
     found = _parsed(text)
@@ -66,7 +67,10 @@ def normalised(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """The URL as it may be printed: password and unknown parameters hidden; a text that is no clean URL whole."""
+    """The URL as it may be printed: without its password and unknown parameters.
+
+    A text that is no clean URL is hidden.
+    """
     text = text.strip()
     if not text:
         return text
@@ -86,7 +90,7 @@ def masked(text: str) -> str:
 
 
 def without_secrets(message: str, url: str) -> str:
-    """A driver's message about `url`, with whatever `masked` hides of it hidden in the message too."""
+    """A driver's message about `url`, in which every part that `masked` hides is hidden too."""
     found = _parsed(url.strip())
     if found is None:
         return HIDDEN if url.strip() and url.strip() in message else message
@@ -94,7 +98,7 @@ def without_secrets(message: str, url: str) -> str:
     secrets |= {value for name, value in parse_qsl(found["query"] or "") if name not in _SHOWN}
     secrets |= {unquote(secret) for secret in secrets}
     for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= 3:  # less is in every other word
+        if len(secret) >= 3:  # shorter texts occur in ordinary words
             message = message.replace(secret, HIDDEN)
     return message
 
@@ -104,12 +108,12 @@ _PARAMETER = re.compile(r"([?&;\s]password=)[^\s&;'\"]+", re.IGNORECASE)
 
 
 def scrubbed(text: str) -> str:
-    """Any text, such as a log line, with the passwords of the URLs in it hidden."""
+    """`text`, such as a log line, with the passwords of all URLs in it hidden."""
     return _PARAMETER.sub(rf"\1{HIDDEN}", _USER_INFO.sub(rf"\1:{HIDDEN}@", text))
 
 
 def _parsed(text: str) -> re.Match[str] | None:
-    """The parts of a clean URL. None for a text in which a password might end elsewhere than it seems to."""
+    """The parts of a clean URL. None for a text whose password may not end where it seems to."""
     found = _URL.fullmatch(text)
     if found is None or not text.isprintable():
         return None
@@ -127,7 +131,7 @@ def _pairs(query: str) -> list[tuple[str, str, str]]:
 
 
 def _query(query: str) -> str:
-    """A query with libpq's names turned into asyncpg's. Raises Invalid for a name that asyncpg does not take."""
+    """A query with libpq's names turned into asyncpg's. Raises Invalid for an unknown name or a wrong number."""
     pairs = []
     for name, value in parse_qsl(query, keep_blank_values=True):
         known = _RENAMED.get(name, name)

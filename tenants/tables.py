@@ -4,7 +4,7 @@ Instants are `*_at_us`: whole microseconds since 1970, UTC. Ids, not names, are 
 team keeps its past; the ledger also keeps the names as they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from sqlalchemy import (
@@ -24,6 +24,7 @@ from sqlalchemy import (
     text,
 )
 
+from policies.team_counters import TEAM_COUNTERS, Over, TeamCounter
 from policies.tiers import Tier
 from tenants.quotas import Limits
 
@@ -44,6 +45,28 @@ NAME_LEN = 63
 def _added(name: str, kind: Any = BigInteger) -> Column[Any]:
     """A column that came after the table had rows: the default keeps the upgrade from writing any of them."""
     return Column(name, kind, nullable=False, server_default=text("0"))
+
+
+# Counters whose columns came with their tables, in revisions 0001 and 0002: they have no default. Never add to these.
+_SAMPLES_BEFORE = {
+    *("served_us", "entitled_us", "backlogged_ms", "waiting", "running", "lag_min_us", "lag_max_us", "promotions"),
+    *("bytes_swapped_out", "bytes_swapped_in"),
+}
+_HOURS_BEFORE = _SAMPLES_BEFORE | {
+    *("exhausted", "budget_us", "starving", "promoted_us", "overhead_us", "pause_bound_us", "longest_pause_us"),
+}
+# Of 32 bits, from the same revisions.
+_SMALL_IN_SAMPLES = {"backlogged_ms", "waiting", "running", "promotions", "starving"}
+
+
+def _counters(counters: Iterable[TeamCounter], *, before: Set[str], small: Set[str]) -> list[Column[Any]]:
+    """The columns of `counters`. One that is added later is a BigInteger or a Float with the default 0."""
+    columns = []
+    for counter in counters:
+        kind = Float if counter.kind is float else Integer if counter.name in small else BigInteger
+        is_first = counter.name in before
+        columns.append(Column(counter.name, kind, nullable=False) if is_first else _added(counter.name, kind))
+    return columns
 
 
 tiers = Table(
@@ -167,23 +190,7 @@ service_samples = Table(  # one row per active team and second: what it got and 
     Column("at_us", BigInteger, primary_key=True),  # end of the interval
     Column("team_id", Id, primary_key=True, autoincrement=False),
     Column("interval_ms", Integer, nullable=False),
-    Column("served_us", BigInteger, nullable=False),
-    Column("entitled_us", BigInteger, nullable=False),
-    Column("backlogged_ms", Integer, nullable=False),
-    Column("waiting", Integer, nullable=False),
-    Column("running", Integer, nullable=False),
-    Column("lag_min_us", Float, nullable=False),
-    Column("lag_max_us", Float, nullable=False),
-    Column("promotions", Integer, nullable=False),
-    Column("bytes_swapped_out", BigInteger, nullable=False),
-    Column("bytes_swapped_in", BigInteger, nullable=False),
-    _added("exhausted"),
-    _added("budget_us"),  # at the end of the interval; may be negative
-    _added("starving", Integer),
-    _added("promoted_us"),
-    _added("overhead_us"),
-    _added("pause_bound_us"),
-    _added("longest_pause_us"),
+    *_counters(TEAM_COUNTERS, before=_SAMPLES_BEFORE, small=_SMALL_IN_SAMPLES),
     _added("lag_bound_us", Float),
 )
 
@@ -219,28 +226,18 @@ service_hours = Table(
     Column("at_us", BigInteger, primary_key=True),
     Column("team_id", Id, primary_key=True, autoincrement=False),
     Column("interval_ms", BigInteger, nullable=False),
-    Column("served_us", BigInteger, nullable=False),
-    Column("entitled_us", BigInteger, nullable=False),
-    Column("backlogged_ms", BigInteger, nullable=False),
+    *_counters(
+        [counter for counter in TEAM_COUNTERS if counter.over is not Over.SECONDS],
+        before=_HOURS_BEFORE,
+        small={"starving"},
+    ),
     # Of the seconds in which the team was backlogged: its own, and those of all teams together.
     Column("served_backlogged_us", BigInteger, nullable=False),
     Column("entitled_backlogged_us", BigInteger, nullable=False),
     Column("served_all_us", BigInteger, nullable=False),
     Column("entitled_all_us", BigInteger, nullable=False),
-    Column("promotions", BigInteger, nullable=False),
-    Column("exhausted", BigInteger, nullable=False),
-    Column("promoted_us", BigInteger, nullable=False),
-    Column("overhead_us", BigInteger, nullable=False),
-    Column("bytes_swapped_out", BigInteger, nullable=False),
-    Column("bytes_swapped_in", BigInteger, nullable=False),
-    Column("lag_min_us", Float, nullable=False),  # the least; from here on, the greatest of the hour
-    Column("lag_max_us", Float, nullable=False),
-    Column("lag_bound_us", Float, nullable=False),
-    Column("starving", Integer, nullable=False),
-    Column("pause_bound_us", BigInteger, nullable=False),
-    Column("longest_pause_us", BigInteger, nullable=False),
-    Column("last_at_us", BigInteger, nullable=False),  # its last sample, and the budget then
-    Column("budget_us", BigInteger, nullable=False),
+    Column("lag_bound_us", Float, nullable=False),  # the greatest
+    Column("last_at_us", BigInteger, nullable=False),  # its last sample: the LATEST counters are of then
 )
 
 interference_hours = Table(
@@ -286,7 +283,7 @@ settings = Table(  # what the database decides for the server: policy, window an
     Column("updated_at_us", BigInteger, nullable=False),
 )
 
-generation = Table(  # one row, raised in the same transaction as each admin write: how other processes notice
+generation = Table(  # one row, raised in the same transaction as each admin write: the version of a snapshot
     "generation",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),

@@ -15,12 +15,12 @@ from tenants.quotas import Limits, limits_from
 from tenants.tiers import get_tier
 
 DEFAULT_PROJECT = "default"
-GONE = "gone"  # the status in reports of a team that the store does not know
+GONE = "gone"  # in reports, the status of a team that the store does not know
 
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """One team as the admin sees it."""
+    """One team as the admin API shows it."""
 
     team_id: int
     name: str
@@ -28,7 +28,7 @@ class Team:
     limits: Limits
     created_at_us: int
     archived_at_us: int | None
-    num_keys: int  # that can be used: neither revoked nor counted when the team is archived
+    num_keys: int  # keys that are not revoked; 0 when the team is archived
 
 
 def _query() -> Any:
@@ -56,7 +56,7 @@ def _team(row: Row[Any]) -> Team:
 
 
 async def list_teams(connection: AsyncConnection, *, with_archived: bool = False) -> list[Team]:
-    """All teams by name."""
+    """The teams by name; archived teams only with `with_archived`."""
     query = _query().order_by(tables.teams.c.name)
     if not with_archived:
         query = query.where(tables.teams.c.archived_at_us.is_(None))
@@ -74,13 +74,16 @@ async def get_team(connection: AsyncConnection, name: str) -> Team:
 
 
 async def team_statuses(connection: AsyncConnection) -> dict[int, str]:
-    """Of every team by id: `active` or `archived`, as it is now."""
+    """The present status of every team, `active` or `archived`, by team id."""
     rows = await connection.execute(select(tables.teams.c.id, tables.teams.c.archived_at_us))
     return {row[0]: "active" if row[1] is None else "archived" for row in rows}
 
 
 async def _name_taken(connection: AsyncConnection, name: str) -> Conflict | None:
-    """Why no other team can have this name, if there is a reason. An archived team keeps its own: it may come back."""
+    """The error when a team has this name already, else None.
+
+    An archived team keeps its name, since it may come back.
+    """
     query = select(tables.teams.c.archived_at_us).where(tables.teams.c.name == name)
     row = (await connection.execute(query)).one_or_none()
     if row is None:
@@ -95,7 +98,10 @@ async def _name_taken(connection: AsyncConnection, name: str) -> Conflict | None
 
 
 async def create_team(connection: AsyncConnection, name: str, tier: str, *, at_us: int, actor: str) -> Team:
-    """A new team with its default project. Raises Invalid for the name, NotFound for the tier, Conflict when taken."""
+    """Make a team with its default project.
+
+    Raises Invalid for a wrong name, NotFound for an unknown tier, Conflict when the name is taken.
+    """
     check_name("Team", name)
     await get_tier(connection, tier)
     if (taken := await _name_taken(connection, name)) is not None:
@@ -118,9 +124,9 @@ async def update_team(
     at_us: int,
     actor: str,
 ) -> Team:
-    """Move a team to another tier, rename it, archive it or bring it back; its id and history stay.
+    """Move a team to another tier, rename it, archive it or restore it. Its id and history stay.
 
-    Raises NotFound, Invalid, or Conflict when the new name is taken.
+    Raises NotFound for an unknown team or tier, Invalid for a wrong name, Conflict when the new name is taken.
     """
     team = await get_team(connection, name)
     values: dict[str, Any] = {}
@@ -141,7 +147,10 @@ async def update_team(
 
 
 async def set_quota(connection: AsyncConnection, name: str, limits: dict[str, Any], *, at_us: int, actor: str) -> Team:
-    """Replace the given limits of a team; None makes one unlimited, limits not named stay. Raises NotFound, Invalid."""
+    """Replace the given limits of a team. None removes a limit; limits that are not named stay.
+
+    Raises NotFound for an unknown team, Invalid for an unknown limit or a wrong value.
+    """
     team = await get_team(connection, name)
     values = asdict(limits_from(limits, team.limits)) | {"updated_at_us": at_us}
     changed = await connection.execute(

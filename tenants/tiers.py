@@ -12,7 +12,7 @@ from tenants.errors import Invalid, NotFound
 from tenants.key_format import redact
 from tenants.names import is_name
 
-# Inclusive bounds; the tables' constraints say the same.
+# Both bounds are included. The constraints of `tenants.tables` say the same.
 TIER_BOUNDS: dict[str, tuple[int, int]] = {
     "weight": (1, 1000),
     "start_level": (0, 7),
@@ -23,7 +23,7 @@ TIER_BOUNDS: dict[str, tuple[int, int]] = {
 
 
 async def create_defaults(connection: AsyncConnection, at_us: int) -> None:
-    """The three tiers of a new store."""
+    """Make the three tiers of a new store."""
     await connection.execute(insert(tables.tiers), [asdict(tier) | {"updated_at_us": at_us} for tier in DEFAULT_TIERS])
 
 
@@ -48,7 +48,10 @@ async def get_tier(connection: AsyncConnection, name: str) -> Tier:
 async def update_tier(
     connection: AsyncConnection, name: str, changes: dict[str, int], *, at_us: int, actor: str
 ) -> Tier:
-    """Change a tier's numbers; running requests keep their terms. Raises NotFound or Invalid."""
+    """Change a tier's numbers. Running requests keep their terms.
+
+    Raises NotFound for an unknown tier, Invalid for a number out of bounds.
+    """
     before = await get_tier(connection, name)
     for field, value in changes.items():
         low, high = TIER_BOUNDS[field]

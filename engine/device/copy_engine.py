@@ -1,12 +1,13 @@
-"""Moves KV blocks between device and host: the interface, and the synchronous engine.
+"""Moves KV blocks between device and host: the interface of a copy engine, and the synchronous copy engine.
 
-A copy is *in flight* from `start` until `poll` names its id. Until then its destinations hold nothing to read, and its
-sources may be read but not written or given away; after it, everybody may rely on it. `start` sees what every step
-before it wrote: the caller has waited for those steps (TorchRunner has, since it needs their tokens).
+A copy is *in flight* from `start` until `poll` names its id. While a copy is in flight, its destination blocks hold
+nothing to read, and its source blocks may be read, but not written or given away. Once `poll` has named the id,
+everybody may rely on the copy. `start` sees what every earlier step wrote, for the caller has waited for those steps:
+TorchRunner needs their tokens.
 
-FastServe's public code records the fence before it enqueues the copies, and so fences nothing; here the id is the
-fence, and only an engine that knows the copy is over says it. An engine that copies behind the forward pass has the
-same interface (tests/engine/chaos_copy.py is one that copies as late and as badly as it may).
+FastServe's public code records its fence before it enqueues the copies, so that fence waits for nothing. Here the id is
+the fence, and a copy engine names it only when it knows that the copy is over. A copy engine that copies beside the
+forward pass has the same interface. A test's copy engine (`chaos_copy.py`) copies as late and as badly as it allows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,39 +19,39 @@ from engine.plan import BlockCopy
 
 
 class CopyEngine(Protocol):
-    """Block copies between two pools. One thread; `start`, then `poll` until every id has been named once."""
+    """Block copies between two pools. One thread calls `start`, then `poll` until every id has been named once."""
 
     def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """Begin copies: `out` from device to host, then `into` from host to device.
 
-        When it raises, none of them touches a block any more, and `poll` names none of them.
+        If it raises, none of these copies touches a block any more, and `poll` names none of them.
         """
 
     def poll(self) -> list[int]:
-        """Ids of the copies that are complete, each named once. Does not wait."""
+        """Ids of the copies that are complete. Names each id once, and does not wait."""
 
     def wait(self) -> None:
-        """Return when at least one copy in flight is complete; at once when none is in flight."""
+        """Return when at least one copy in flight is complete. Return at once if no copy is in flight."""
 
 
 class SyncCopy:
-    """Copies inside `start`: on a CUDA device it returns when the device has finished. The reference for all others."""
+    """Copies inside `start`, which returns when all copies are complete. The reference for every other copy engine."""
 
     def __init__(self, device_pool: torch.Tensor, host_pool: torch.Tensor) -> None:
-        """Pools [blocks, ...] with equal blocks. The host pool is pinned when the device is CUDA."""
+        """Two pools [blocks, ...] with blocks of one shape and type. With a CUDA device the host pool is pinned."""
         assert device_pool.shape[1:] == host_pool.shape[1:] and device_pool.dtype == host_pool.dtype
         self._device, self._host = device_pool, host_pool
         self._done: list[int] = []
 
     def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """See CopyEngine.start. A block out of range, or one that two copies disagree about, is the caller's bug."""
+        """See CopyEngine.start. Blocks that `check` refuses are a bug of the caller's, and an assertion fails."""
         check(out, into, self._device.shape[0], self._host.shape[0])
         try:
             for copy in out:
                 copy_blocks(self._device, self._host, copy.pairs)
             for copy in into:
                 copy_blocks(self._host, self._device, copy.pairs)
-        finally:  # also when one of them raised: those before it are still on their way
+        finally:  # also after an exception: the copies before it are still on their way
             if self._device.is_cuda:
                 torch.cuda.synchronize(self._device.device)
         self._done.extend(copy.copy_id for copy in (*out, *into))
@@ -61,11 +62,14 @@ class SyncCopy:
         return done
 
     def wait(self) -> None:
-        """Nothing is ever in flight."""
+        """Return at once: no copy is ever in flight after `start`."""
 
 
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks. Neighbours on both sides go as one: a block is one contiguous run, and so are they."""
+    """Copy whole blocks of one pool to another. Blocks that are neighbours on both sides go in one copy.
+
+    A block is one contiguous run of memory, and so are blocks with consecutive ids.
+    """
     for first_source, first_destination, count in runs(pairs):
         destination[first_destination : first_destination + count].copy_(
             source[first_source : first_source + count], non_blocking=True
@@ -73,7 +77,10 @@ def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence
 
 
 def runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The pairs as (first source, first destination, blocks), by source, each as long as both sides go up by one."""
+    """The pairs grouped into runs (first source, first destination, number of blocks), in order of source.
+
+    A run goes on as long as source and destination both go up by one: (4, 7), (5, 8), (9, 9) give (4, 7, 2), (9, 9, 1).
+    """
     first_source = first_destination = count = 0
     for source, destination in sorted(pairs):
         if count and (source, destination) == (first_source + count, first_destination + count):
@@ -87,7 +94,11 @@ def runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def check(out: Sequence[BlockCopy], into: Sequence[BlockCopy], num_device_blocks: int, num_host_blocks: int) -> None:
-    """Assert that the copies of one plan can be made in any order and leave no doubt about any block."""
+    """Assert that the order of one plan's copies does not matter.
+
+    Every block must lie in its pool, no block may be the destination of two copies, and no block may be both source and
+    destination.
+    """
     device_read, host_written = _sides(out, num_device_blocks, num_host_blocks)
     host_read, device_written = _sides(into, num_host_blocks, num_device_blocks)
     assert device_read.isdisjoint(device_written), "a device block is copied out and overwritten in one plan"

@@ -1,14 +1,16 @@
 """The paged KV cache: one tensor, block-major, so that one block is one contiguous run over layers, keys and values.
 
-Layout `[num_blocks + 1, layers, 2, block_size, kv_heads, head_dim]`. The extra last block is never written: block
-tables are padded with it. Invariant: every slot a sequence's attention can read but must not see (the rest of its last
-block, padding) holds zeros, never what an earlier owner left there; a masked slot with NaN in it would still poison
-a sum, since 0 * NaN is NaN.
-(The native backend reads no slot past a sequence's end, so with it blocks are never cleared.)
+The layout is `[num_blocks + 1, layers, 2, block_size, kv_heads, head_dim]`. The extra last block is never written:
+block tables are padded with it.
+
+Invariant: a slot that attention reads and masks holds zeros. Such slots are the rest of a sequence's last block, and
+padding. What an earlier owner left there is cleared first, for a masked NaN still spoils a sum: 0 * NaN is NaN. The
+native backend reads no slot past a sequence's end, so with it blocks are never cleared.
 
 The host pool holds swapped-out blocks in the same layout, `[num_host_blocks, layers, 2, block_size, kv_heads,
-head_dim]`. On a CPU its pages cost nothing until the first block is copied there; beside a CUDA device it is pinned,
-which takes it at once and rounds it up to a power of two. A host block holds nothing before its first copy.
+head_dim]`. With a CPU device its pages cost nothing until a block is copied there. With a CUDA device the host pool is
+pinned: the memory is taken at once, and its size is rounded up to a power of two. Before its first copy a host block
+holds nothing defined.
 """
 
 from pathlib import Path
@@ -19,7 +21,7 @@ from engine.models.config import ModelConfig
 
 
 class KVAllocationError(Exception):
-    """The KV pool does not fit in memory, or holds too little to serve anything. One line with the numbers."""
+    """A KV pool does not fit in memory. The message is one line with the numbers and the setting to lower."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -28,7 +30,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 class KVCache:
-    """Owns the pool tensors. Which block belongs to whom is the scheduler's business."""
+    """Owns the pool tensors, addressed by block id. Which sequence owns a block is known to `engine.memory` alone."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class KVCache:
         *,
         num_host_blocks: int = 0,
     ) -> None:
-        """`num_host_blocks` 0: no host pool. Raises KVAllocationError when the memory is not there."""
+        """Allocate both pools; `num_host_blocks` 0 is no host pool. Raises KVAllocationError for too little memory."""
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
@@ -66,17 +68,17 @@ class KVCache:
                 num_bytes = num_host_blocks * block_bytes(config, block_size, dtype)
                 available = available_bytes(torch.device("cpu"))
                 raise KVAllocationError(_shortage("host ", num_host_blocks, num_bytes, available)) from None
-        # Rows of one layer's keys or values of one block, and of one token of it.
+        # A row of the first view is one layer's keys or values of one block; a row of the second view, of one token.
         self._block_rows = self.pool.view(-1, block_size * self.kv_heads * self.head_dim)
         self._token_rows = self.pool.view(-1, self.kv_heads * self.head_dim)
 
     def token_index(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of layer 0's keys for token slots (block * block_size + offset)."""
+        """For token slots (block * block_size + offset), the row indices of layer 0's keys, as `write` takes them."""
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         return slots + block * (self.block_size * (2 * self.num_layers - 1))
 
     def block_index(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Rows of layer 0's keys for block ids."""
+        """For block ids, the row indices of layer 0's keys, as `gather` takes them."""
         return blocks * (2 * self.num_layers)
 
     def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -86,7 +88,7 @@ class KVCache:
         self._token_rows.index_copy_(0, at + self.block_size, values.flatten(1))
 
     def gather(self, layer: int, block_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values of the blocks in order, each [blocks * block_size, kv_heads, head_dim]."""
+        """Keys and values of the blocks in one layer, in order, each [blocks * block_size, kv_heads, head_dim]."""
         at = block_index + 2 * layer
         keys = self._block_rows.index_select(0, at)
         values = self._block_rows.index_select(0, at + 1)
@@ -94,12 +96,12 @@ class KVCache:
         return keys.view(shape), values.view(shape)
 
     def clear(self, blocks: torch.Tensor) -> None:
-        """Fill blocks with zeros: done when a block gets its first token under a new owner."""
+        """Fill blocks with zeros. Called for a block when its new owner writes the first token to it."""
         self.pool.index_fill_(0, blocks, 0)
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on `device`; None when it cannot be told."""
+    """Bytes of memory that can still be taken on `device`, or None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -112,7 +114,10 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def host_blocks_that_fit(num_wanted: int, num_block_bytes: int, available: int | None) -> int:
-    """At most `num_wanted` host blocks, and at most what leaves a quarter of the available memory to everybody else."""
+    """`num_wanted` host blocks, or fewer, so that a quarter of the `available` bytes is left to everything else.
+
+    With None, where the system does not tell what is available, all `num_wanted` blocks are granted.
+    """
     if available is None:
         return num_wanted
     return min(num_wanted, max(0, available * 3 // 4) // num_block_bytes)

@@ -1,9 +1,9 @@
-"""The KV canary: proves that a block comes back from the host with the bits it left with. Opt-in (`kv_canary`).
+"""The KV canary: checks that a block comes back from the host with the bits it left with. Opt-in (`kv_canary`).
 
-A checksum is taken of each block when its copy out begins and compared with the device block when its copy back is
-complete. It is a sum of the block's 32-bit words times fixed odd numbers, modulo 2^64: a change of any one word always
-shows, since an odd factor is invertible; larger damage goes unseen with a chance of about 2^-32. Costs one pass over
-the copied blocks on the device.
+The checksum of a block is taken when its copy out begins, and taken again of the device block when its copy back is
+complete. The checksum is the sum of the block's 32-bit words, each times a fixed odd number, modulo 2^64. The change of
+a single word always shows, because an odd factor is invertible. Larger damage goes unseen with a chance of about 2^-32.
+The canary costs one pass over the copied blocks on the device.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class KVCanary:
     """Owns the checksums of the blocks on the host."""
 
     def __init__(self, device_pool: torch.Tensor) -> None:
-        """`device_pool` [blocks, ...]: the pool that copies go out of and back into."""
+        """`device_pool` [blocks, ...] is the pool that blocks are copied out of and back into."""
         self._words = device_pool.view(device_pool.shape[0], -1).view(torch.int32)
         generator = torch.Generator().manual_seed(_SEED)
         factors = torch.randint(-(2**62), 2**62, (self._words.shape[1],), generator=generator) * 2 + 1
@@ -28,7 +28,7 @@ class KVCanary:
         self._coming: dict[int, BlockCopy] = {}  # copies in that are not complete
 
     def start(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """Before the copy engine's `start`: note what leaves and what is to come back."""
+        """Note which blocks leave and which are to come back. Call it before the copy engine's `start`."""
         for copy in out:
             self._of_host_block.update(
                 zip((host for _, host in copy.pairs), self._checksums([d for d, _ in copy.pairs]), strict=True)
@@ -36,7 +36,10 @@ class KVCanary:
         self._coming.update((copy.copy_id, copy) for copy in into)
 
     def done(self, copy_ids: Sequence[int]) -> dict[int, str]:
-        """After the copy engine's `poll`: the sequences whose KV came back changed, with what happened to it."""
+        """The sequences whose KV came back changed: seq_id -> one line that says what changed.
+
+        Call it with the ids from the copy engine's `poll`.
+        """
         spoiled: dict[int, str] = {}
         for copy in (self._coming.pop(copy_id) for copy_id in copy_ids if copy_id in self._coming):
             found = self._checksums([device for _, device in copy.pairs])
@@ -53,7 +56,7 @@ class KVCanary:
         return spoiled
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has ended: whatever is still coming back for it interests nobody."""
+        """Stop watching the copies of a sequence that has ended."""
         self._coming = {copy_id: copy for copy_id, copy in self._coming.items() if copy.seq_id != seq_id}
 
     def _checksums(self, blocks: Sequence[int]) -> list[int]:

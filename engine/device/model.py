@@ -1,9 +1,14 @@
 """A generic Llama decoder over packed rows: one forward pass serves decode rows and prompt chunks of many sequences.
 
-Rows are `[tokens, hidden]`, decode rows first. Every row-wise function goes through its row classes, rotary positions
-use only separate multiplications and additions (fused ones may round differently at the end of a vector), and attention
-keeps sequences apart: so a row's logits are a function of its own sequence alone. Where native kernels are loaded, they
-do all of this, with matrix products only in bfloat16.
+Rows are `[tokens, hidden]`, decode rows first. A row's logits are a function of its own sequence alone, because:
+
+* every row-wise function goes through its row classes;
+* rotary positions use separate multiplications and additions, since fused ones may round differently at the end of a
+  vector;
+* attention keeps sequences apart.
+
+Where native kernels are loaded, they compute the norms, rotary positions and attention. In bfloat16 they can compute
+the matrix products too (`engine.device.native.linear`).
 """
 
 import logging
@@ -34,19 +39,18 @@ from engine.models.config import ModelConfig, rope_inverse_frequencies
 
 logger = logging.getLogger(__name__)
 
-AttendFn = Callable[
-    [int, torch.Tensor], torch.Tensor
-]  # layer, qkv [rows, (heads + 2 kv_heads) * head_dim] -> [rows, q]
+# layer, qkv [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim]
+AttendFn = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The packed rows of one forward pass."""
+    """The packed rows of one forward pass, decode rows first."""
 
     token_ids: list[int]
     decode: tuple[Span, ...]
     prefill: tuple[Span, ...]
-    sample_rows: list[int]  # rows whose logits are wanted
+    sample_rows: list[int]  # indices of the rows whose logits are wanted
 
 
 class Model:
@@ -62,7 +66,7 @@ class Model:
         device: torch.device,
         kernels: Kernels | None = None,
     ) -> None:
-        """`kernels`: compiled ones for this CPU; None leaves everything to torch."""
+        """`kernels` are compiled for this CPU; with None torch computes everything. Probes the row classes."""
         self.config = config
         self.weights = weights
         self.kernels = kernels
@@ -83,7 +87,10 @@ class Model:
         pack: bool = True,
         kernels: Kernels | None = None,
     ) -> "Model":
-        """Read a checked model directory. `pack`: bring linears into their fastest layout. Raises ModelStoreError."""
+        """Read a checked model directory. With `pack`, linears are brought into their fastest layout.
+
+        Raises ModelStoreError when the weights cannot be read.
+        """
         is_native = pack and linears_pay(kernels, dtype, config)
         weights = load_weights(path, config, dtype, device, pack=pack and not is_native)
         return cls(
@@ -96,7 +103,7 @@ class Model:
         )
 
     def attention(self, cache: KVCache) -> AttentionBackend:
-        """The attention backend for this model on its device. Logged."""
+        """The attention backend for this model on its device. Logs its name."""
         backend: AttentionBackend = (
             GatherSdpa(self.config, cache)
             if self.kernels is None
@@ -107,11 +114,11 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [len(sample_rows), vocab] in the lm_head's dtype; writes the KV of every row."""
+        """Logits [len(sample_rows), vocab] in the dtype that lm_head returns. Writes the KV of every row to `cache`."""
         num_decode = len(batch.decode)
         attend = self._attend_fn(batch, cache, attention)
         x = self.weights.embedding[torch.tensor(batch.token_ids, device=self.device)]
-        delta: torch.Tensor | None = None  # what the last block adds to x; added where x is normed next
+        delta: torch.Tensor | None = None  # what the latest layer adds to x; the next norm adds it
         for i, layer in enumerate(self.weights.layers):
             x, normed = self._add_norm(x, delta, layer.input_norm, num_decode)
             attended = attend(i, self._run("qkv", layer.qkv, normed, num_decode))
@@ -124,7 +131,7 @@ class Model:
         if not count:
             return x.new_zeros((0, self.config.vocab_size))
         sampled = torch.tensor(batch.sample_rows, device=self.device)
-        # Every sampled row is one class, whether its token came from a prompt or not.
+        # All sampled rows run in the decode class, whether they end a prompt or not.
         _, normed = self._add_norm(x[sampled], None if delta is None else delta[sampled], self.weights.norm, count)
         return self._run("lm_head", self.weights.lm_head, normed, count)
 
@@ -154,7 +161,7 @@ class Model:
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, num_decode: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta, and its norm. May change `x` in place."""
+        """x + delta, and the norm of that sum. May change `x` in place."""
         if self.kernels is not None:
             return x, self.kernels.add_norm(x, delta, weight, self.config.rms_norm_eps)
         x = x if delta is None else x + delta
@@ -175,7 +182,7 @@ class Model:
 
     @torch.inference_mode()
     def _probe(self, max_batch_size: int, max_batch_tokens: int) -> dict[str, RowClasses]:
-        """Row classes by function. Kernels are chosen by shape, so one layer stands for all."""
+        """Row classes by function name. Libraries choose a kernel by shape, so the first layer stands for all."""
         config, layer = self.config, self.weights.layers[0]
         decode, prefill = decode_counts(max_batch_size), prefill_counts(max_batch_tokens)
         rows = max(decode[-1], prefill[-1])
@@ -195,7 +202,7 @@ class Model:
                 continue
             inputs, weight = cancelling(linear.in_features, linear.out_features, max([*decode, *counts]))
             inputs, weight = inputs.to(self.device, self.dtype), weight.to(self.device, self.dtype)
-            # Biases are left out: they are added once to the finished sum.
+            # The probe leaves biases out: a bias is added once, to the finished sum.
             twin: RowFn = (
                 GateUp(weight, weight.flip(0), is_packed=linear.is_packed)
                 if isinstance(linear, GateUp)
@@ -213,7 +220,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _slots(spans: Sequence[Span], block_size: int) -> tuple[list[int], list[int]]:
-    """Cache slots of the spans' tokens, and the blocks that get their first token now."""
+    """Cache slots of the spans' tokens, and the blocks that get their first token in this step."""
     slots: list[int] = []
     fresh: list[int] = []
     for span in spans:

@@ -1,4 +1,7 @@
-"""Build everything the engine process needs to serve a real model: the only door from the engine's service to torch."""
+"""Build what the engine process needs to serve a real model. Torch is imported inside functions, when they are called.
+
+This is the only module through which `engine.process` reaches torch.
+"""
 
 import logging
 import os
@@ -28,17 +31,17 @@ class TorchParts:
     num_device_blocks: int
     num_host_blocks: int
     block_bytes: int
-    block_copy_us: float  # one block, one way; 0 without a host pool
+    block_copy_us: float  # time to copy one block one way; 0 without a host pool
 
 
 def build(config: EngineConfig) -> TorchParts:
-    """Load the model, allocate the KV pools, measure or read the step profile, time a block copy.
+    """Load the model, allocate the KV pools, read or measure the step profile, and time a block copy.
 
-    A host pool larger than the memory there is, is made smaller with a warning, for its default must not keep a small
-    machine from serving. Raises StartError.
+    A host pool that the machine's memory cannot hold is made smaller, with a warning: the default size must not keep a
+    small machine from serving. Raises StartError.
     """
-    # A thread that spins while it waits steals the core its neighbour needs: with busy cores each small
-    # matrix product then takes a scheduler tick. It only has effect before torch's OpenMP starts.
+    # An OpenMP thread that spins while it waits steals the core that its neighbour needs. On busy cores each small
+    # matrix product then takes a tick of the operating system's scheduler. Set this before torch starts OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
@@ -117,7 +120,10 @@ def build(config: EngineConfig) -> TorchParts:
 
 
 def _num_host_blocks(config: EngineConfig, device: "torch.device", num_device_blocks: int, per_block: int) -> int:
-    """Blocks of the host pool: as many as the setting holds, fewer when memory is short, none for modes without one."""
+    """How many blocks the host pool gets: what the setting holds, or fewer if the machine's memory is short.
+
+    0 if `memory_preemption` does not swap.
+    """
     import torch
 
     from engine.device.kv_cache import available_bytes, host_blocks_that_fit
@@ -127,7 +133,7 @@ def _num_host_blocks(config: EngineConfig, device: "torch.device", num_device_bl
     num_wanted = config.host_kv_memory_bytes // per_block
     available = available_bytes(torch.device("cpu"))
     if available is not None and device.type == "cpu":
-        available -= num_device_blocks * per_block  # the same memory, not touched yet
+        available -= num_device_blocks * per_block  # the device pool's pages, of the same memory, are not taken yet
     num_blocks = host_blocks_that_fit(num_wanted, per_block, available)
     if num_blocks < num_wanted:
         logger.warning(
@@ -140,7 +146,7 @@ def _num_host_blocks(config: EngineConfig, device: "torch.device", num_device_bl
 
 
 def choose_device(name: str) -> "torch.device":
-    """The device by setting; "auto" takes CUDA where there is one. Raises StartError."""
+    """The device that the setting names. "auto" is CUDA if torch sees such a device, else CPU. Raises StartError."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
@@ -153,10 +159,11 @@ def choose_device(name: str) -> "torch.device":
 
 
 def choose_dtype(name: str, device: "torch.device") -> "torch.dtype":
-    """The weights' type by setting; "auto" takes bfloat16 where the processor multiplies it natively, else float32.
+    """The type of the weights that the setting names. Raises StartError.
 
-    On a CPU without AVX512_BF16 or AMX bfloat16 is emulated and slower than float32; with either it is about twice as
-    fast at every batch size (benchmarks/decode_step.py). Raises StartError.
+    "auto" is bfloat16 if the device multiplies bfloat16 natively, else float32. A CPU with AVX512_BF16 or AMX is about
+    twice as fast in bfloat16 as in float32, at every batch size (benchmarks/decode_step.py). A CPU with neither
+    emulates bfloat16, which is slower than float32.
     """
     import torch
 
@@ -173,5 +180,5 @@ def cpu_has_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products (AVX512_BF16 or AMX)."""
     import torch
 
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: a missing one counts as no
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private to torch; an absent check counts as no
     return any(bool(getattr(torch.cpu, check, bool)()) for check in checks)

@@ -1,9 +1,9 @@
-"""Measure the step profile: how long steps of this model take on this device, fitted once and kept beside the cache.
+"""Measure the step profile: how long steps of this model take on this device. It is kept under the cache root.
 
-A handful of step shapes are run through the real runner, each a few times, in rounds; the least times are fitted by
-non-negative least squares of relative errors to the five parts of `policies.cost.StepProfile`. A step's time alone is
-what is wanted, and disturbances only ever add to it: so the least of several is the estimate, rounds keep one
-disturbance from hitting all tries of a shape, and no part can come out negative.
+About ten step shapes are run through the real runner, each once in every round. The least time of each shape is kept,
+for a disturbance only ever adds to a step's time. Rounds keep a single disturbance from hitting all tries of one shape.
+The least times are then fitted to the five parts of `policies.cost.StepProfile`, by non-negative least squares of
+relative errors, so that no part comes out negative.
 """
 
 import json
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROFILE_VERSION = 2  # raise it when the shapes, the estimate or the fit change
+PROFILE_VERSION = 2  # raise this when the shapes, the estimate or the fit change
 NUM_ROUNDS = 6
-COPY_BYTES = 64 * 1024**2  # more than a processor's caches hold, as KV that is swapped has long left them
+COPY_BYTES = 64 * 1024**2  # more than a processor's caches hold: KV that is swapped has long left the caches
 COPY_PIECE = 8  # blocks timed at a time
 FIXED_PROFILE = Path(__file__).with_name("step_profile_fixed.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile is valid for."""
+    """What a profile is valid for: a stored profile is used only if its whole key is the same."""
 
     model_sha256: str
     device: str
@@ -59,22 +59,25 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One kind of step to time: a prompt chunk, decode rows, or both."""
+    """One kind of step to time: a prompt chunk, some equal decode rows, or both. All fields count tokens or rows."""
 
     prefill_start: int = 0
     prefill_tokens: int = 0
     decode_rows: int = 0
-    decode_context: int = 0  # tokens of KV each decode row reads, its own included
+    decode_context: int = 0  # tokens of KV that each decode row reads, its own token included
 
     def features(self) -> list[float]:
-        """Coefficients of the five parts of the profile, in field order."""
+        """The factors of StepProfile's five parts in this step's time, in the order of StepProfile's fields.
+
+        A chunk of n tokens from position s has n*s + n*(n+1)/2 pairs of a query with a key: 4 from 10 have 50.
+        """
         n = self.prefill_tokens
         pairs = n * self.prefill_start + n * (n + 1) / 2
         return [1.0, n, pairs, self.decode_rows, self.decode_rows * self.decode_context]
 
 
 def device_name(device_type: str) -> str:
-    """The processor by name, so that a cache carried to another machine is measured again."""
+    """The name of the processor (or the device type), so that a cache carried to another machine is measured again."""
     if device_type != "cpu":
         return device_type
     try:
@@ -87,7 +90,10 @@ def device_name(device_type: str) -> str:
 
 
 def load_or_measure(runner: "TorchRunner", key: ProfileKey, root: Path, max_batch_size: int) -> StepProfile:
-    """The stored profile for `key`, else a fresh measurement, which is then stored. A damaged file counts as none."""
+    """The stored profile for `key`, or else a fresh measurement, which is then stored.
+
+    A damaged file counts as no stored profile. If the file cannot be written, a warning is logged.
+    """
     path = key.path(root)
     stored = _read(path, key)
     if stored is not None:
@@ -104,13 +110,16 @@ def load_or_measure(runner: "TorchRunner", key: ProfileKey, root: Path, max_batc
 
 
 def read_profile(path: Path = FIXED_PROFILE) -> StepProfile:
-    """A profile from a file, by default the one that ships for tests and the simulator."""
+    """The profile in a file: by default the profile that ships for tests and the simulator.
+
+    Raises OSError, ValueError or KeyError for a file that holds no profile.
+    """
     document = json.loads(path.read_text("utf-8"))
     return StepProfile(**document["profile"])
 
 
 def step_shapes(runner: "TorchRunner", max_batch_size: int) -> list[StepShape]:
-    """The shapes to time, as far as context and pool allow."""
+    """The shapes to time: those that fit the model's context, the KV pool and `max_batch_size`."""
     capacity = runner.cache.num_blocks * runner.cache.block_size
     context = min(runner.model.config.context_len, capacity)
     prefills = [(0, 16), (0, 64), (0, 256), (768, 256)]
@@ -125,28 +134,31 @@ def step_shapes(runner: "TorchRunner", max_batch_size: int) -> list[StepShape]:
 
 
 def measure_all(runner: "TorchRunner", shapes: Sequence[StepShape], rounds: int = NUM_ROUNDS) -> list[int]:
-    """Least time of a step of each shape in microseconds. Uses the pool's first blocks: run it before serving."""
+    """The least time of each shape's step, in microseconds. Overwrites the pool's first blocks: call before serving."""
     plans = [plan_of(shape, runner.cache.block_size) for shape in shapes]
     for plan in plans:
-        runner.execute(plan)  # warms kernels up
+        runner.execute(plan)  # not timed: the first run of a shape also sets up kernels
     times = [[runner.execute(plan).duration_us for plan in plans] for _ in range(rounds)]
     return [min(column) for column in zip(*times, strict=True)]
 
 
 def measure_block_copy_us(runner: "TorchRunner") -> float:
-    """Time of one block's copy, one way, in microseconds; 0 without a host pool. Measured at each start, not kept: it
-    takes some ten milliseconds. Uses the first blocks of both pools: run it before serving.
+    """The time to copy one block one way, in microseconds; 0 without a host pool.
 
-    The mean of the two ways. Each is walked through once to have its pages (the first copy to a page of the host takes
-    four times as long on a virtual machine), and then timed a few blocks at a time: the median, so that neither a cache
-    that holds the whole walk nor a busy neighbour is what is measured.
+    Overwrites the first blocks of both pools: call before serving. Measured at each start and not stored, since it
+    takes some ten milliseconds.
+
+    Each direction is copied twice, and the first pass only makes the system provide the pages: on a virtual machine the
+    first copy to a page of the host takes four times as long. In the second pass a few blocks are timed at a time, and
+    the median is taken, so that a busy neighbour does not count. More is copied than the caches hold. The result is
+    the mean of the two directions.
     """
     cache = runner.cache
     if runner.copies is None or not cache.num_host_blocks:
         return 0.0
     block_bytes = cache.pool[0].numel() * cache.pool.itemsize
     count = min(2 * max(COPY_PIECE, COPY_BYTES // block_bytes), cache.num_blocks, cache.num_host_blocks)
-    # Every second block, as a pool in use gives them: nothing is copied in one long run.
+    # Every second block, since the blocks that a pool in use hands out are seldom neighbours.
     pairs = [(block, block) for block in range(0, count, 2)]
     medians = []
     for is_out in (True, False):
@@ -169,7 +181,7 @@ def _copy_ns(copies: "CopyEngine", pairs: tuple[tuple[int, int], ...], is_out: b
 
 
 def plan_of(shape: StepShape, block_size: int) -> StepPlan:
-    """A step of this shape on the pool's first blocks, greedy."""
+    """A greedy step of this shape on the pool's first blocks."""
     rows = []
     next_block = 0
     lengths = [(shape.prefill_start, shape.prefill_tokens)] if shape.prefill_tokens else []
@@ -193,7 +205,11 @@ def plan_of(shape: StepShape, block_size: int) -> StepPlan:
 
 
 def fit(shapes: Sequence[StepShape], durations_us: Sequence[int]) -> StepProfile:
-    """Non-negative least squares of relative errors, exact for five unknowns: the best feasible subset of parts."""
+    """Non-negative least squares of relative errors.
+
+    Tries every subset of the five parts, with the others at 0, and takes the best whose parts are all non-negative. So
+    the result is exact.
+    """
     durations = np.asarray(durations_us, dtype=float)
     features = np.array([shape.features() for shape in shapes]) / durations[:, None]
     target = np.ones(len(durations))

@@ -1,10 +1,12 @@
 """Row classes: how to run a row-wise function so that a row's bits never depend on how many rows ran beside it.
 
 A GEMM library picks its kernel by the number of rows, and two kernels round differently. So generated tokens always run
-in the *decode class* and prompt tokens in the *prefill class*, each with a recipe: at least so many rows (padded), at
-most so many in one call (tiles). The recipes are found at load, per distinct shape, by running the row counts that will
-be used and comparing bits. Where one recipe holds for both classes they run as one call. What no probe passes runs in
-fixed tiles, which are equal by construction: each call then has the same shape.
+in the *decode class* and prompt tokens in the *prefill class*. Each class has a recipe: every call gets at least so
+many rows (by padding), and at most so many (by cutting into tiles).
+
+The recipes of a function are found at load: the row counts that will be used are run, and their bits compared. If one
+recipe works for both classes, both run as one call. A function that passes no probe runs in fixed tiles: there each
+call has the same shape, so a row's bits cannot change.
 """
 
 import logging
@@ -22,13 +24,13 @@ FIXED_TILE = 32
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Pad to `min_rows`; never more than `max_rows` in one call (0: any number)."""
+    """Pad a call to `min_rows` rows, and put at most `max_rows` in one call (0: any number)."""
 
     min_rows: int = 1
     max_rows: int = 0
 
     def run(self, fn: RowFn, rows: torch.Tensor) -> torch.Tensor:
-        """fn over `rows`, in calls of the shapes this recipe allows."""
+        """fn over `rows` [rows, in], in calls of the shapes that this recipe allows."""
         count = rows.shape[0]
         if self.max_rows and count > self.max_rows:
             return torch.cat([self.run(fn, part) for part in rows.split(self.max_rows)])
@@ -40,7 +42,7 @@ class Recipe:
 
 
 FIXED = Recipe(FIXED_TILE, FIXED_TILE)
-# Cheapest first: the library as it is, a few rows of padding, calls of at most 32 rows, fixed tiles.
+# In order of cost, cheapest first. The first recipe calls the library as it is.
 CANDIDATES = (
     *(Recipe(n) for n in (1, 2, 4, 8, 16)),
     *(Recipe(n, FIXED_TILE) for n in (1, 4, 16)),
@@ -50,7 +52,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, slots=True)
 class RowClasses:
-    """The recipes of one function. `is_merged`: both classes give the same bits and run as one call."""
+    """The recipes of one function. With `is_merged`, the classes have one recipe and run as one call."""
 
     decode: Recipe
     prefill: Recipe
@@ -65,27 +67,28 @@ class RowClasses:
         return torch.cat([self.decode.run(fn, rows[:num_decode]), self.prefill.run(fn, rows[num_decode:])])
 
 
-UNBOUND_CLASSES = RowClasses(Recipe(), Recipe(), is_merged=True)  # for what is row by row by construction
+UNBOUND_CLASSES = RowClasses(Recipe(), Recipe(), is_merged=True)  # for functions that compute row by row themselves
 FIXED_CLASSES = RowClasses(FIXED, FIXED, is_merged=True)
 
 
 def decode_counts(max_rows: int) -> list[int]:
-    """Row counts to probe for steps of up to `max_rows` decode rows: all small ones and the edges of tiles."""
+    """Row counts to probe for steps of up to `max_rows` decode rows: all small counts, and those around tile edges."""
     edges = {edge + d for edge in range(16, max_rows + 1, 8) for d in (-1, 0, 1)}
     return sorted(n for n in {*range(1, 18), *edges, max_rows} if n <= max_rows)
 
 
 def prefill_counts(max_tokens: int) -> list[int]:
-    """Row counts to probe for up to `max_tokens` prompt tokens in a step."""
+    """Row counts to probe for steps of up to `max_tokens` prompt tokens."""
     edges = {edge + d for edge in (32, 64, 96, 128, 256, 512, 1024) for d in (-1, 0, 1)}
     return sorted(n for n in {*range(1, 18), *edges, 24, 40, 48, 80, 160, 192, 320, max_tokens} if n <= max_tokens)
 
 
 def cancelling(in_features: int, out_features: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and a weight whose products sum to nothing but rounding error: what shows the order of the additions.
+    """Rows [num_rows, in] and a weight [out, in] whose products sum to nothing but rounding error.
 
-    With ordinary numbers a bfloat16 result hides it but for one element in some thousands; the probe would pass and
-    tokens would differ a thousand steps later. Each term here has a partner of the opposite sign at a random place.
+    That error shows the order in which a kernel adds. With ordinary numbers another order changes only one bfloat16
+    result in some thousands, so a probe would pass, and tokens would differ a thousand steps later. Here each term has
+    a partner of the opposite sign at a random place.
     """
     generator = torch.Generator().manual_seed(0)
     half = in_features // 2
@@ -98,13 +101,13 @@ def cancelling(in_features: int, out_features: int, num_rows: int) -> tuple[torc
 
 
 def is_invariant(fn: RowFn, sample: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> bool:
-    """Whether row i of fn(sample[:n]) has the same bits for every n in `counts`, also when rows stand elsewhere.
+    """Whether a row of `fn` has the same bits in calls of every row count, and at another place in the call.
 
     `sample` holds at least max(counts) rows.
     """
     reference = recipe.run(fn, sample[: max(counts)])
     for count in counts:
-        # From the end, so that a row is tried at another place too.
+        # A second start tries each row at another place.
         for start in {0, max(counts) - count}:
             got = recipe.run(fn, sample[start : start + count].clone())
             if not torch.equal(got, reference[start : start + count]):
@@ -113,7 +116,7 @@ def is_invariant(fn: RowFn, sample: torch.Tensor, counts: Sequence[int], recipe:
 
 
 def probe(name: str, fn: RowFn, sample: torch.Tensor, decode: Sequence[int], prefill: Sequence[int]) -> RowClasses:
-    """Find the cheapest recipes for `fn`; `prefill` may be empty where only decode rows are ever run. Logs them."""
+    """Find the cheapest recipes for `fn`, and log them. `prefill` may be empty if `fn` only ever gets decode rows."""
     both = sorted({*decode, *prefill})
     classes = FIXED_CLASSES
     for recipe in CANDIDATES:

@@ -1,14 +1,16 @@
-"""TorchRunner: does what a StepPlan says with a real model. Its only state is the KV in the blocks.
+"""TorchRunner: does what a StepPlan says with a real model. Beside the KV in the blocks it keeps almost no state.
 
-A plan's copies out start first, then its copies in, then its rows run. A copy is over when a result names it, which may
-be a later plan's; rows never touch blocks of a copy that is not over, so the order inside a step is free to change.
+A plan's copies out start first, then its copies in, then its rows run. A copy is over when a result names it, be it
+this plan's result or a later one. Rows never touch the blocks of a copy in flight, so the order inside a step is free
+to change.
 
-An exception is narrowed to the row that causes it. When an attempt to run rows raises, each half of them is tried by
-itself, and so on, until single rows are left that raise alone: these fail, and every other row has its token. Trying
-rows again is safe, since an attempt writes the KV of its own rows' tokens and nothing else, and a row's token does not
-depend on the rows beside it. A step of n rows makes at most 2n - 1 attempts. Only when a harmless row of one token
-raises too is the device broken, and the exception goes on to end the engine. So does a failed assertion, at once: it
-says that this code is wrong, and then nothing that it computes can be trusted.
+An exception is narrowed to the row that causes it. When an attempt to run rows raises, each half of the rows is tried
+by itself, and so on, down to single rows. A row that raises alone fails; every other row has its token. Trying rows
+again is safe: an attempt writes the KV of its own rows' tokens and nothing else, and a row's token does not depend on
+the rows beside it. A step of n rows makes at most 2n - 1 attempts: at most 15 for 8 rows.
+
+Two things end the engine. If not even a harmless row of one token runs, the device is broken, and the exception goes
+on. A failed assertion goes on at once: this code is wrong then, and nothing that it computes can be trusted.
 """
 
 import logging
@@ -36,19 +38,19 @@ _PROBE_SEQ_ID = -1
 
 @dataclass(slots=True)
 class _Tried:
-    """What came of a step's rows so far."""
+    """What has come of a step's rows so far. `tokens` and `failed` are by seq_id."""
 
     step_id: int
     tokens: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
-    raised: list[int] = field(default_factory=list)  # the part of `failed` that raised alone
+    raised: list[int] = field(default_factory=list)  # the seq_ids in `failed` whose row raised alone
     num_raised: int = 0  # attempts that raised
-    raised_ns: int = 0  # how long they took
-    is_device_sound: bool = False  # something has run to its end in this step
+    raised_ns: int = 0  # how long the attempts that raised took, and the check of the device
+    is_device_sound: bool = False  # an attempt, or the check of the device, has run to its end in this step
 
 
 class TorchRunner:
-    """Runs steps on one device. Implements the Runner protocol of `engine.core`."""
+    """Runs steps on one device. Implements the Runner protocol of `engine.step.core`."""
 
     def __init__(
         self,
@@ -60,9 +62,9 @@ class TorchRunner:
         copies: CopyEngine | None = None,
         canary: KVCanary | None = None,
     ) -> None:
-        """`num_tokens`: ids the tokenizer knows; the embedding may have more rows, which are never sampled.
+        """`num_tokens` is the number of ids the tokenizer knows. The embedding may have more rows: never sampled.
 
-        `copies`: None is SyncCopy when the cache has a host pool. `canary`: checks that swapped KV comes back whole.
+        `copies` None is SyncCopy if the cache has a host pool. `canary` checks that swapped KV comes back unchanged.
         """
         self.model = model
         self.cache = cache
@@ -73,12 +75,13 @@ class TorchRunner:
             copies = SyncCopy(cache.pool[: cache.num_blocks], cache.host_pool)
         self.copies = copies
         self.canary = canary
-        self._spoiled: dict[int, str] = {}  # sequences whose KV came back changed: none of their rows may run
+        self._spoiled: dict[int, str] = {}  # seq_id -> how its KV came back changed; no row of such a sequence may run
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do the plan's copies, run its rows and sample. A fault that one row causes fails that row; the others get
-        their tokens. A plan without anything waits for a copy in flight. Copies without a host pool are a bug of the
-        caller.
+        """Start the plan's copies, run its rows and sample. A plan with neither waits for a copy in flight.
+
+        A fault that one row causes fails that row, and the other rows get their tokens. Raises what a broken device
+        raises. Copies in a plan, where there is no host pool, are a bug of the caller's: an assertion fails.
         """
         started = time.perf_counter_ns()
         copies_done, copies_failed = self._copy(plan)
@@ -109,17 +112,17 @@ class TorchRunner:
         )
 
     def release(self, seq_id: int) -> None:
-        """A sequence is gone. Its blocks are cleared when they get their first token under a new owner."""
+        """Forget a sequence that has ended. Its blocks are cleared when a new owner writes the first token to them."""
         self._spoiled.pop(seq_id, None)
         if self.canary is not None:
             self.canary.forget(seq_id)
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits of the rows that sample, in the order decode rows first; writes KV. For tests and benchmarks."""
+        """Logits [sampling rows, vocab], decode rows first. Writes the rows' KV. For tests and benchmarks."""
         return self.model.forward(_batch(_ordered(rows)), self.cache, self.attention)
 
     def _copy(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """Start the plan's copies; the ids of all that are over by now, and of those that are given up."""
+        """Start the plan's copies. Returns the ids of all copies complete by now, and of the copies given up."""
         if self.copies is None:
             assert not plan.copies_out and not plan.copies_in, "this runner has no host pool"
             return [], []
@@ -131,7 +134,7 @@ class TorchRunner:
                 self.copies.start(plan.copies_out, plan.copies_in)
             except AssertionError:
                 raise
-            except Exception:  # the sequences replay what is lost, and nobody else notices
+            except Exception:  # the sequences of these copies replay what is lost; no other sequence is touched
                 copies_failed = [copy.copy_id for copy in (*plan.copies_out, *plan.copies_in)]
                 logger.exception("step %d: %d copies of KV raised and are given up", plan.step_id, len(copies_failed))
         elif not plan.rows:
@@ -142,7 +145,7 @@ class TorchRunner:
                 spoiled = self.canary.done(copies_done)
             except AssertionError:
                 raise
-            except Exception:  # unchecked KV is as good as none: its sequences replay it
+            except Exception:  # KV that could not be checked is not trusted: its sequences replay
                 logger.exception(
                     "step %d: the KV canary raised; %d copies are given up", plan.step_id, len(copies_done)
                 )
@@ -153,21 +156,21 @@ class TorchRunner:
         return copies_done, copies_failed
 
     def _try(self, rows: Sequence[Row], tried: _Tried) -> None:
-        """Run `rows`, decode rows first; after an exception each half by itself, down to the rows that cause it."""
+        """Run `rows`, decode rows first. After an exception run each half by itself, down to the rows that cause it."""
         began = time.perf_counter_ns()
         try:
             tokens, failures = self._run(rows)
         except AssertionError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must end no more requests than the one it belongs to
+        except Exception as error:  # noqa: BLE001 - whatever was raised, only the request that causes it may end
             raised = error
         else:
             tried.tokens.update(tokens)
             tried.failed.update(failures)
             tried.is_device_sound = True
             return
-        # Outside the handler, and without the locals of the frames it came through: these hold the attempt's tensors,
-        # and the next attempt may need their memory.
+        # Outside the handler, and with the locals of the exception's frames cleared: these locals hold the attempt's
+        # tensors, and the next attempt may need their memory.
         traceback.clear_frames(raised.__traceback__)
         tried.num_raised += 1
         tried.raised_ns += time.perf_counter_ns() - began
@@ -182,7 +185,7 @@ class TorchRunner:
         self._try(rows[half:], tried)
 
     def _give_up(self, row: Row, raised: Exception, tried: _Tried) -> None:
-        """This row raised alone: it fails, unless nothing can run. Raises `raised` on a broken device."""
+        """Fail the row that raised alone. Raises `raised` instead if the device is broken."""
         if not tried.is_device_sound:
             began = time.perf_counter_ns()
             self._check_device(row, raised)
@@ -193,9 +196,9 @@ class TorchRunner:
         tried.raised.append(row.seq_id)
 
     def _check_device(self, row: Row, raised: Exception) -> None:
-        """Run one harmless token in the first block of `row`, whose sequence ends and needs its KV no more.
+        """Run one harmless token in the first block of `row`. The row's sequence ends, so it needs its KV no more.
 
-        Raises `raised` when that is not possible either.
+        Raises `raised` when the harmless token does not run either.
         """
         harmless = Row(_PROBE_SEQ_ID, False, 0, (0,), row.block_table[:1], True, SamplingParams(temperature=0.0), 0)
         try:
@@ -219,7 +222,7 @@ class TorchRunner:
         return tokens, {row.seq_id: error for row, _, error in pairs if error}
 
     def _fault(self, row: Row) -> str:
-        """Why this row cannot run, or "". Checked before the batch is built, so that it harms nobody else."""
+        """Why this row cannot run, or "". Checked before the batch is built, so that the fault harms no other row."""
         if row.seq_id in self._spoiled:
             return self._spoiled[row.seq_id]
         end = row.start + len(row.token_ids)
@@ -241,9 +244,10 @@ def _ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def _blame(tried: _Tried, most_us: int) -> dict[int, int]:
-    """The time of the attempts that raised, in equal parts for the rows that raised alone; at most `most_us` in all.
+    """seq_id -> the microseconds that a row which raised alone pays for the attempts that raised.
 
-    Nobody is to blame when all rows ran in the end: then the whole step is everybody's.
+    The rows that raised alone pay equal parts, at most `most_us` in all. With two such rows, and attempts that took
+    900 us, each pays 450 us. If every row ran in the end, no row is to blame, and all rows share the step's time.
     """
     count = len(tried.raised)
     part_us = min(tried.raised_ns // 1000, most_us) // count if count else 0
@@ -251,7 +255,7 @@ def _blame(tried: _Tried, most_us: int) -> dict[int, int]:
 
 
 def _reason(error: Exception) -> str:
-    """One line for the client and the log: the kind of exception, and the first line of its text."""
+    """One line for the client and the log: the exception's class and the first line of its text, cut if long."""
     lines = str(error).splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text[:REASON_CHARS_MAX]

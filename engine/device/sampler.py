@@ -1,10 +1,11 @@
 """Choose tokens from logits, without any generator state.
 
-Each token draws one uniform u = hash(seed, absolute position of the new token); the token is the first in vocabulary
-order whose cumulative probability, in float32 over the filtered distribution, exceeds u. So a token depends on its
-logits, the seed and the position alone: pausing, batching and restarting cannot change it, and two requests with one
-seed and prompt agree at any load. Order of filters: temperature, top-k, top-p (as vLLM and transformers). Ties go to
-the lower id.
+For each token one uniform number is drawn: u = hash(seed, absolute position of the new token). The logits are filtered,
+in the order of vLLM and transformers: temperature, then top-k, then top-p. The token is the first in vocabulary order
+whose cumulative probability over what is left, in float32, exceeds u. Ties go to the lower id.
+
+So a token depends on its logits, the seed and the position alone. Pausing, batching and restarting cannot change it,
+and two requests with the same seed and prompt agree at any load.
 """
 
 import hashlib
@@ -17,13 +18,13 @@ import torch
 from engine.sampling import float32_temperature
 from engine.wire.messages import SamplingParams
 
-ARGMAX_BLOCK = 128  # argmax in two stages: torch's reduces rows of bfloat16 several times slower than amax
-NUCLEUS_FIRST_TRY = 256  # largest logits looked at first when finding the nucleus
+ARGMAX_BLOCK = 128  # argmax runs in two stages, since torch's own is several times slower on bfloat16 than its amax
+NUCLEUS_FIRST_TRY = 256  # how many of the largest logits the search for the nucleus looks at first
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What decides one row's token beside its logits."""
+    """What decides one row's token, beside its logits."""
 
     sampling: SamplingParams
     position: int  # absolute position of the new token
@@ -32,15 +33,16 @@ class Draw:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits: the first of BLAKE2b(seed, position)."""
+    """A number in [0, 1) with 24 random bits, taken from BLAKE2b(seed, position)."""
     message = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 40) / 2**24
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], num_tokens: int) -> tuple[list[int], list[str]]:
-    """Token ids and, where a row failed, why (else ""). `num_tokens` is the tokenizer's size: rows beyond are padding.
+    """Sample one token id for each row of `logits` [rows, vocab]. Returns the ids and each row's error ("" if none).
 
-    Each row is handled on its own or by row-independent operations only.
+    `num_tokens` is the number of ids that the tokenizer knows; later columns are padding, and never sampled. May change
+    `logits` in place. Each row is computed on its own, or by operations that keep rows independent.
     """
     logits = logits[:, :num_tokens]
     for row, draw in enumerate(draws):
@@ -63,7 +65,7 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row of [rows, vocab]: the lowest id of the largest logit, and that logit (NaN if there is one)."""
+    """For each row of [rows, vocab]: the lowest id with the largest logit, and that logit (NaN if the row has any)."""
     vocab = logits.shape[1]
     whole = vocab // ARGMAX_BLOCK * ARGMAX_BLOCK
     if whole == 0 or logits.dtype == torch.float32:
@@ -83,7 +85,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _banned(draw: Draw, num_tokens: int) -> list[int]:
-    """Ids that may not come yet: nothing ends a sequence before its min_tokens."""
+    """The ids that would end a sequence, as long as it has not generated its min_tokens; none afterwards."""
     if draw.num_generated >= draw.sampling.min_tokens:
         return []
     return [i for i in {*draw.eos_token_ids, *draw.sampling.stop_token_ids} if 0 <= i < num_tokens]
@@ -91,7 +93,7 @@ def _banned(draw: Draw, num_tokens: int) -> list[int]:
 
 def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
     sampling = draw.sampling
-    # Against the peak, so that a tiny temperature gives large negative numbers and never infinity - infinity.
+    # Subtract the peak first, so that a tiny temperature gives large negative numbers and never infinity - infinity.
     scaled = (logits.float() - logits[greedy_id].float()) / float32_temperature(sampling.temperature)
     if 0 < sampling.top_k < scaled.numel():
         scaled = _keep_largest(scaled, sampling.top_k)
@@ -100,13 +102,13 @@ def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     target = cumulative[-1] * uniform(sampling.seed, draw.position)
     chosen = int(torch.searchsorted(cumulative, target, right=True))
-    if chosen >= scaled.numel():  # u * total rounded up to the total: the last token that adds anything to it
+    if chosen >= scaled.numel():  # u * total was rounded up to the total: take the last token of any probability
         chosen = int(torch.searchsorted(cumulative, cumulative[-1]))
     return chosen
 
 
 def nucleus_size(scaled: torch.Tensor, top_p: float) -> int:
-    """How many of the most likely tokens it takes to reach probability `top_p`; at least one."""
+    """How many of the most likely tokens together reach probability `top_p`; at least 1. `scaled` is [vocab]."""
     log_total = scaled.logsumexp(dim=-1)
     width = min(NUCLEUS_FIRST_TRY, scaled.numel())
     while True:
@@ -118,7 +120,7 @@ def nucleus_size(scaled: torch.Tensor, top_p: float) -> int:
 
 
 def _keep_largest(scaled: torch.Tensor, count: int) -> torch.Tensor:
-    """Mask all but the `count` largest; of equals at the edge the lower ids stay."""
+    """Mask all logits but the `count` largest. Among equal logits at the edge, those of lower ids stay."""
     edge = scaled.topk(count).values[-1]
     above = scaled > edge
     ties = scaled == edge

@@ -1,7 +1,8 @@
 """Load a checked model directory into the tensors the decoder computes with: fused, cast, on the device.
 
-QKV is fused here, once. On a CPU the linears are also packed into the layout oneDNN computes in, which takes 1.2 to 2x
-less time; those operators are private to torch, so each shape is tried against F.linear first and falls back to it.
+Q, K and V are fused here, once. On a CPU the linears are also packed into oneDNN's layout, which makes them 1.2 to 2
+times as fast. The packing operators are private to torch, so each shape is first compared with F.linear. A shape that
+does not agree keeps F.linear.
 """
 
 import logging
@@ -18,7 +19,7 @@ from engine.models.store import ModelStoreError, weight_files
 
 logger = logging.getLogger(__name__)
 
-PACK_BATCH_HINT = 8  # oneDNN picks the packed layout for about this many rows
+PACK_BATCH_HINT = 8  # the number of rows for which oneDNN picks its packed layout
 ELEMENTWISE_GRAIN = 32768  # at::internal::GRAIN_SIZE: smaller tensors are not split between threads
 
 
@@ -42,14 +43,16 @@ class Linear:
 class GateUp:
     """silu(x Wg^T) * (x Wu^T) over packed rows: the first half of the MLP.
 
-    Packed, activation and product happen inside the two matrix products (measured as fast as one fused product). Plain,
-    it is one fused product, and torch's silu needs care: it rounds differently in the last few elements of the vector
-    that one thread works on. The gate is a strided view, so vectors are rows, and tensors below torch's grain size are
-    not split between threads, so those elements are the same ones in every row.
+    Packed, there are two matrix products with activation and multiplication inside, as fast as one fused product.
+
+    Plain, there is one fused product, and torch's silu needs care: it rounds differently in the last few elements of
+    the vector that one thread works on. Two things keep these elements the same in every row. The gate is a strided
+    view, so a vector is a row. And the rows are cut into tensors below torch's grain size, which are not split between
+    threads.
     """
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, *, is_packed: bool, **biases: torch.Tensor | None) -> None:
-        """`biases`: gate_bias and up_bias, both or neither."""
+        """`biases` are gate_bias and up_bias, both or neither. The weights are [intermediate, hidden]."""
         gate_bias, up_bias = biases.get("gate_bias"), biases.get("up_bias")
         self.is_packed = is_packed
         self.out_features, self.in_features = gate.shape
@@ -74,7 +77,7 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer."""
+    """The weights of one decoder layer."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -86,7 +89,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole decoder."""
+    """The weights of a whole decoder."""
 
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
@@ -97,7 +100,10 @@ class Weights:
 def load_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, pack: bool = True
 ) -> Weights:
-    """Read every tensor of the directory. Raises ModelStoreError when one cannot be read or has the wrong shape."""
+    """Read every tensor of the directory. `pack` allows oneDNN's layout on a CPU.
+
+    Raises ModelStoreError when a tensor is missing, cannot be read or has the wrong shape.
+    """
     tensors = _read_tensors(path, config, dtype, device)
     can_pack = pack and device.type == "cpu"
     checked: dict[torch.Size, bool] = {}
@@ -108,7 +114,10 @@ def load_weights(
         return checked.get(weight.shape, False)
 
     def take(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A linear's weight and bias; they are not needed again once fused or packed."""
+        """A linear's weight and bias, removed from `tensors` so that they are freed once fused or packed.
+
+        The embedding stays, since tied models use it twice.
+        """
         if name == "model.embed_tokens":
             return tensors[f"{name}.weight"], None
         return tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
@@ -145,7 +154,7 @@ def load_weights(
 
 
 def packing_works(weight: torch.Tensor) -> bool:
-    """Whether the packed linear exists for this weight and agrees with F.linear."""
+    """Whether torch can pack this weight, and the packed linear agrees with F.linear up to rounding."""
     rows = torch.randn((4, weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     try:
         packed = Linear(weight, is_packed=True)(rows)

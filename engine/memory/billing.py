@@ -79,7 +79,7 @@ class Bills:
         self._overheads[team_id] = self._overheads.get(team_id, 0) + cost_us
         payer = live.get(cause.for_seq)
         if payer is None or payer.request.team_id != team_id:
-            payer = next((one for one in live.values() if one.request.team_id == team_id), None)
+            payer = next((sequence for sequence in live.values() if sequence.request.team_id == team_id), None)
         if payer is None:
             self.carried_us[team_id] = self.carried_us.get(team_id, 0) + cost_us
         else:
@@ -92,7 +92,7 @@ class Bills:
         for sequence, charge_us in zip(ran, charges_us, strict=True):
             sequence.bill.device_us += charge_us
 
-    def close_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
+    def settle_step(self, ran: Sequence[BatchSequence]) -> tuple[Sequence[Overhead], Sequence[BatchSequence]]:
         """The open step is billed whole: what is carried for a team goes to the first of its sequences that `ran`.
 
         Returns what the step cost each causer beside its rows, and the sequences that were charged without having run.

@@ -14,9 +14,7 @@ from engine.request import Sequence
 from policies.policy import Policy
 
 
-def make_claims_fit(
-    starts: Starts, view: MemoryView, policy: Policy, weights: Mapping[int, int], num_steps: int
-) -> list[Move]:
+def make_claims_fit(starts: Starts, view: MemoryView, policy: Policy, weights: Mapping[int, int]) -> list[Move]:
     """Teams that are more over-served than the holder's, and whose claims are more than their share of the blocks, drop
     KV, on either side, the most over-served team's first and of it the fewest computed tokens. Nobody does when that
     leaves no claim, or when the holder's team would have more than its own share, unless it has nothing started.
@@ -35,8 +33,8 @@ def make_claims_fit(
     claims = dict.fromkeys(starts.waiting_of, 0)  # by team
     claims[team_id] = 0
     for group in (view.resident, view.away):
-        for one in group.values():
-            claims[one.request.team_id] = claims.get(one.request.team_id, 0) + one.memory.num_claimed
+        for sequence in group.values():
+            claims[sequence.request.team_id] = claims.get(sequence.request.team_id, 0) + sequence.memory.num_claimed
     total = sum(weights.get(team, 1) for team in claims)
     spare = {
         team: held * total - starts.capacity * weights.get(team, 1) for team, held in claims.items()
@@ -47,28 +45,35 @@ def make_claims_fit(
     rank = {team: place for place, team in enumerate(order[: order.index(team_id)]) if spare[team] > 0}
     if not rank:
         return []
-    leader = max(view.resident.values(), key=lambda one: (one.work_us, -one.seq_id), default=None)
+    leader = max(view.resident.values(), key=lambda resident: (resident.work_us, -resident.seq_id), default=None)
     may = [
-        one
-        for one in (*view.resident.values(), *view.away.values())
-        if one.request.team_id in rank
-        and one.memory.place in (Place.DEVICE, Place.HOST)
-        and not one.is_half
-        and not view.is_protected(one, num_steps)
+        sequence
+        for sequence in (*view.resident.values(), *view.away.values())
+        if sequence.request.team_id in rank
+        and sequence.memory.place in (Place.DEVICE, Place.HOST)
+        and not sequence.is_half
+        and not sequence.memory.is_protected
     ]
-    may.sort(key=lambda one: (one is leader, rank[one.request.team_id], one.num_computed, one.seq_id))
+    may.sort(
+        key=lambda sequence: (
+            sequence is leader,
+            rank[sequence.request.team_id],
+            sequence.num_computed,
+            sequence.seq_id,
+        )
+    )
     chosen: list[Sequence] = []
-    for one in may:
+    for sequence in may:
         if missing <= 0:
             break
-        if spare[one.request.team_id] > 0:
-            chosen.append(one)
-            missing -= one.memory.num_claimed
-            spare[one.request.team_id] -= one.memory.num_claimed * total
+        if spare[sequence.request.team_id] > 0:
+            chosen.append(sequence)
+            missing -= sequence.memory.num_claimed
+            spare[sequence.request.team_id] -= sequence.memory.num_claimed * total
     if missing > 0:
         return []
-    for one in chosen.copy():  # earlier ones that a later, larger one made needless
-        if missing + one.memory.num_claimed <= 0:
-            chosen.remove(one)
-            missing += one.memory.num_claimed
-    return [Move("drop", one.seq_id, one.request.team_id, one.seq_id) for one in chosen]
+    for sequence in chosen.copy():  # earlier ones that a later, larger one made needless
+        if missing + sequence.memory.num_claimed <= 0:
+            chosen.remove(sequence)
+            missing += sequence.memory.num_claimed
+    return [Move("drop", sequence.seq_id, sequence.request.team_id, sequence.seq_id) for sequence in chosen]

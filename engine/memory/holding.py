@@ -54,7 +54,7 @@ class Holding:
     displaced_for: int = -1  # the sequence that room was made for
     num_swaps: int = 0  # moves to the host
     num_recomputes: int = 0  # times that the KV was dropped
-    min_run_left: int = 0  # steps of the sequence's own in which its KV may not be taken
+    min_run_left: int = 0  # steps of the sequence's own in which it keeps slot and KV (engine.memory.min_runs)
     uploaded_step: int | None = None  # the step before which the latest upload or replay ended
 
     def move_to(self, place: Place) -> None:
@@ -66,6 +66,11 @@ class Holding:
     def is_started(self) -> bool:
         """There is KV, or blocks for it, on the device, on the host or in between."""
         return self.place not in _WITHOUT_KV
+
+    @property
+    def is_protected(self) -> bool:
+        """G2: the sequence is in a minimum run, and its KV may not be taken."""
+        return self.min_run_left > 0
 
 
 _WITHOUT_KV = (Place.NOWHERE, Place.LOST, Place.RELEASED)

@@ -240,10 +240,10 @@ class MemoryManager:
     def started(self) -> None:
         """The policy has taken a newcomer: do the others still fit?"""
         if not self._is_closed:
-            self._close()
+            self._close_if_full()
 
-    def _close(self) -> None:
-        self._is_closed = self._starts.close(self._policy, self._refused, self._pools.device.num_free)
+    def _close_if_full(self) -> None:
+        self._is_closed = self._starts.close_if_full(self._policy, self._refused, self._pools.device.num_free)
 
     def _refuse_start(self, sequence: Sequence) -> None:
         self._policy.refuse(sequence.seq_id)
@@ -251,7 +251,7 @@ class MemoryManager:
         self._starts.refuse(self._policy, sequence)
         self._refused.append(sequence)
         if self._starts.num_tried >= self._tried_max and not self._is_closed:
-            self._close()
+            self._close_if_full()
 
     def _refuse(self, sequence: Sequence, missing: int = 0) -> None:
         """It has no place in this step: it lacks `missing` blocks to grow into, or all of its own."""
@@ -290,7 +290,7 @@ class MemoryManager:
             charges_us[index] += blamed_us.get(row.seq_id, 0)
         self.bills.charge(ran, charges_us)
         self.bills.num_raised += result.num_raised
-        overheads, charged = self.bills.close_step(ran)
+        overheads, charged = self.bills.settle_step(ran)
         return Booked(charges_us, overheads, charged)
 
     def _computed(self, sequence: Sequence, row: Row, charge_us: int) -> bool:
@@ -302,7 +302,10 @@ class MemoryManager:
             self._mover.replayed(sequence, row, charge_us)
         if not sequence.is_half:
             self._starts.filled(sequence)
-            self._mover.filled(sequence, by_replay=is_replay)
+            if is_replay:
+                self._mover.filled_again(sequence)
+            else:
+                self._mover.filled(sequence)
         return is_replay
 
     def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:

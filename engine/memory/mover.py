@@ -67,12 +67,12 @@ class Mover:
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
         self._num_tried = 0  # sequences on the host that were refused one by one in that step
-        self._min_runs = MinRuns()
+        self._min_runs = MinRuns(policy)
+        self._replayed: list[Sequence] = []  # whole again by the step that is being booked
         self._causes: dict[int, Cause] = {}  # of the copies in flight
         self._begun_us: dict[int, int] = {}  # when they were planned, the oldest first
         self._step_us = 0
         self._now_us = 0
-        self._num_steps = 0
 
     def refused(self, sequence: Sequence, missing: int) -> None:
         """It was picked and has no place: `missing` blocks to grow into, when it has KV on the device."""
@@ -114,9 +114,9 @@ class Mover:
         if self._is_idle(ran_last):
             return Copies()
         policy = self._policy
-        self._now_us, self._num_steps = now_us, num_steps
+        self._now_us = now_us
         copies = Copies()
-        drops = make_claims_fit(self._starts, self.view, policy, self._weights, num_steps)
+        drops = make_claims_fit(self._starts, self.view, policy, self._weights)
         self._carry_out(drops, copies, num_steps)
         needs = [need for need in self.needs if self._is_still(need)]
         reserve = self.view.reserve(ran_last)
@@ -130,10 +130,10 @@ class Mover:
         most = 2 * self._slots if self._num_tried < AWAY_TRIED else 0
         frontier = self.view.frontier((need.seq_id for need in needs), most)
         may_drop = self.view.is_host_nearly_full and any(need.kind is Kind.GROW for need in needs)
-        residents, away = self.view.sequences(self.view.away.values() if may_drop else frontier, num_steps)
-        timed = {one.seq_id for one in residents if not one.is_protected}
+        residents, away = self.view.sequences(self.view.away.values() if may_drop else frontier)
+        timed = {resident.seq_id for resident in residents if not resident.is_protected}
         timed.update(need.seq_id for need in needs)
-        timed.update(one.seq_id for one in frontier if one.memory.place is Place.HOST)
+        timed.update(sequence.seq_id for sequence in frontier if sequence.memory.place is Place.HOST)
         turns = policy.turns(timed, self._slots, now_us)
         moves = self._planner.plan(
             msgspec.structs.replace(pools, reserve=ahead) if is_short and not needs else pools,
@@ -156,8 +156,8 @@ class Mover:
         if not needs:
             return None
         holder = self._starts.holder
-        residents, away = self.view.sequences(self.view.away.values(), num_steps)
-        turns = policy.turns({one.seq_id for group in (residents, away, needs) for one in group}, self._slots, now_us)
+        residents, away = self.view.sequences(self.view.away.values())
+        turns = policy.turns({view.seq_id for group in (residents, away, needs) for view in group}, self._slots, now_us)
         moves = self._planner.force(
             self.view.pools(0, self._link.left_us(now_us)),
             residents,
@@ -193,7 +193,11 @@ class Mover:
             if not flight.is_orphan:
                 late[flight.copy.seq_id] = self._sequences[flight.copy.seq_id]
             most = self._starts.device_blocks
-            late |= {one.seq_id: one for one in self._sequences.values() if one.memory.num_blocks_max > most}
+            late |= {
+                sequence.seq_id: sequence
+                for sequence in self._sequences.values()
+                if sequence.memory.num_blocks_max > most
+            }
         return list(late.values())
 
     def bill_copies(self, plan: StepPlan, result: StepResult) -> int:
@@ -216,11 +220,14 @@ class Mover:
         self._bills.bill(charge_us, Cause(payer, sequence.memory.displaced_for, team_id), self._sequences)
         self._bills.replayed_tokens += len(row.token_ids)
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
-        """The prompt is whole, or whole again."""
-        if by_replay:  # as after an upload
-            self._planner.note_upload()
-            self._min_runs.begin(sequence, self._planner.min_run_steps, self._num_steps)
+    def filled_again(self, sequence: Sequence) -> None:
+        """A replay has made the prompt and the output whole again: it counts as an upload."""
+        self._planner.note_upload()
+        self._replayed.append(sequence)
+        self.filled(sequence)
+
+    def filled(self, sequence: Sequence) -> None:
+        """The prompt is whole."""
         self.view.filled(sequence)
         sequence.memory.displaced_by = None
 
@@ -236,15 +243,15 @@ class Mover:
         """A step is over, and copies with it: blocks come free, and sequences are where they were going. Minimum runs
         get shorter, and the average step is learned. Between steps only.
         """
-        policy = self._policy
+        next_step = result.step_id + 1
+        self._min_runs.step_over(ran, next_step)
+        for sequence in self._replayed:
+            self._min_runs.begin(sequence, self._planner.min_run_steps, next_step)
+        self._replayed = []
         for copy_id in result.copies_done:
-            sequence = self._landed(self._memory.complete(copy_id), result.step_id + 1)
-            if sequence is not None:
-                policy.set_away(sequence.seq_id, False)
-                policy.swapped_in(sequence.seq_id)
+            self._landed(self._memory.complete(copy_id), next_step)
         for copy_id in result.copies_failed:
             self._lost(self._memory.fail(copy_id))
-        self._min_runs.ran(ran)
         duration_us = result.duration_us
         self._step_us += (duration_us - self._step_us) >> _AVERAGE_SHIFT if self._step_us else duration_us
 
@@ -256,21 +263,22 @@ class Mover:
             self._starts.shrink(-len(flight.copy.pairs), -len(flight.copy.pairs))
         return self._causes.pop(flight.copy.copy_id)
 
-    def _landed(self, flight: Flight, next_step: int) -> Sequence | None:
-        """A copy is done before `next_step`. The sequence whose upload it was, if that goes on."""
+    def _landed(self, flight: Flight, next_step: int) -> None:
+        """A copy is done before `next_step`. If it was an upload, its sequence may run again."""
         self._over(flight)
         sequence = self._sequences.get(flight.copy.seq_id)
         if sequence is None:
-            return None
+            return
         if flight.is_out:
             sequence.memory.move_to(Place.HOST)
-            return None
+            return
         sequence.memory.move_to(Place.DEVICE)
         self.view.came_back(sequence)
+        self._policy.set_away(sequence.seq_id, False)
+        self._policy.fits_again(sequence.seq_id)
         self._min_runs.begin(sequence, self._planner.min_run_steps, next_step)
         if not sequence.is_half:
             sequence.memory.displaced_by = None
-        return sequence
 
     def _lost(self, flight: Flight) -> None:
         """A copy was given up: the sequence's KV is gone, and will be computed again."""
@@ -322,6 +330,7 @@ class Mover:
         """Assert that what is counted here agrees with the sequences."""
         live = self._sequences.values()
         self.view.check(live)
+        self._min_runs.check(live)
         assert self.num_dropped == sum(s.memory.place is Place.LOST for s in live)
         half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.view.half.values())
         assert self._starts.num_half == half <= self._memory.device.num_blocks
@@ -346,17 +355,17 @@ class Mover:
         needs = []
         blocked = list(self.blocked.values())
         if self._num_tried >= AWAY_TRIED:
-            blocked += [one for one in self.view.away.values() if one.seq_id not in self.blocked]
-        for one in blocked:
-            if one.memory.place in (Place.GOING_OUT, Place.COMING_BACK):
+            blocked += [sequence for sequence in self.view.away.values() if sequence.seq_id not in self.blocked]
+        for sequence in blocked:
+            if sequence.memory.place in (Place.GOING_OUT, Place.COMING_BACK):
                 continue
-            num_blocks, kind = one.memory.num_wanted, Kind.GROW
-            if one.memory.place is Place.HOST:
-                num_blocks, kind = self.view.wanted_to_return(one), Kind.UPLOAD
-            elif one.memory.place is Place.LOST:
-                num_blocks, kind = one.memory.num_claim, Kind.START
-            if one.seq_id not in asked:
-                needs.append(Need(one.seq_id, one.request.team_id, kind, num_blocks))
+            num_blocks, kind = sequence.memory.num_wanted, Kind.GROW
+            if sequence.memory.place is Place.HOST:
+                num_blocks, kind = self.view.wanted_to_return(sequence), Kind.UPLOAD
+            elif sequence.memory.place is Place.LOST:
+                num_blocks, kind = sequence.memory.num_claim, Kind.START
+            if sequence.seq_id not in asked:
+                needs.append(Need(sequence.seq_id, sequence.request.team_id, kind, num_blocks))
         return needs
 
     def _carry_out(self, moves: Iterable[Move], copies: Copies, num_steps: int) -> None:
@@ -476,7 +485,10 @@ class Stayer:
     def replayed(self, sequence: Sequence, row: Row, charge_us: int) -> None:
         raise AssertionError("KV that stays is never computed again")
 
-    def filled(self, sequence: Sequence, *, by_replay: bool) -> None:
+    def filled_again(self, sequence: Sequence) -> None:
+        raise AssertionError("KV that stays is never computed again")
+
+    def filled(self, sequence: Sequence) -> None:
         pass
 
     def land(self, result: StepResult, ran: Iterable[Sequence]) -> None:

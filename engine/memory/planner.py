@@ -19,7 +19,10 @@ drops its KV (docs/architecture.md), for growth and in `force` only; `engine.mem
 of all leave the reservation's holder none. A half-prefilled sequence is never dropped.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
 
 from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
 from engine.memory.room import Room
@@ -92,7 +95,7 @@ class SwapPlanner:
         for need in sorted(needs, key=lambda need: need.seq_id != holder):
             asked.add(need.seq_id)
             if need.seq_id not in room.gone and (num_failed < FAILURES_MAX or need.kind is Kind.GROW):
-                num_failed += not self._serve(room, need, is_holder=need.seq_id == holder)
+                num_failed += not self._serve(room, need, holder)
         if self.mode != "proactive" or not self.can_swap:
             return room.moves
         for turn in turns:
@@ -102,11 +105,11 @@ class SwapPlanner:
             if turn.enst_us > self.copy_us(back.num_blocks) + LEAD_STEPS * step_us:
                 break
             need = Need(back.seq_id, back.team_id, Kind.UPLOAD, back.num_wanted)
-            if not self._serve(room, need, num_spare=2 * pools.reserve):
+            if not self._place(room, need, pools.promised + 2 * pools.reserve, room.make_room_for_claim):
                 break
         missing = pools.reserve - room.free - room.incoming
         if missing > 0:
-            room.clear(missing, for_seq=-1, team_id=grower_team, is_ahead=True)
+            room.make_room_ahead(missing, grower_team)
         return room.moves
 
     def force(
@@ -124,34 +127,38 @@ class SwapPlanner:
 
         Empty when there is none.
         """
+        pools = msgspec.structs.replace(pools, link_us=sys.maxsize)  # G3 does not hold either
         for need in sorted(needs, key=lambda need: need.seq_id != holder):
-            room = Room(self, pools, residents, away, turns, over_served, is_forced=True)
-            if self._serve(room, need, is_holder=True) and room.moves:
+            room = Room(self, pools, residents, away, turns, over_served)
+            num_kept = 0 if need.kind is Kind.GROW else pools.promised
+            if self._place(room, need, num_kept, room.make_room_at_any_cost) and room.moves:
                 return room.moves
         return []
 
-    def _serve(self, room: Room, need: Need, *, is_holder: bool = False, num_spare: int | None = None) -> bool:
-        """Bring one back or make room for it. What it will need is kept from those served after it. False: no room."""
-        is_growing = need.kind is Kind.GROW
+    def _serve(self, room: Room, need: Need, holder: int | None) -> bool:
+        """Bring a refused sequence back or make room for it. False: no room."""
+        pools = room.pools
+        if need.kind is Kind.GROW:
+            return self._place(room, need, 0, room.make_room_for_growth)
+        if need.seq_id == holder:
+            return self._place(room, need, pools.promised, room.make_room_for_holder)
+        return self._place(room, need, pools.promised + pools.reserve, room.make_room_for_claim)
+
+    def _place(self, room: Room, need: Need, num_kept: int, make_room: Callable[[int, Need], bool]) -> bool:
+        """Find the blocks of `need` beside `num_kept` that stay free, with `make_room` when they are not there.
+
+        What the sequence will need is kept from those that are served after it. False: no room.
+        """
         room.spared.add(need.seq_id)
-        kept = 0 if is_growing else room.pools.promised
-        if not (is_growing or is_holder):
-            kept += room.pools.reserve if num_spare is None else num_spare
-        missing = need.num_blocks + kept - room.free - room.incoming
+        missing = need.num_blocks + num_kept - room.free - room.incoming
         num_moves = len(room.moves)
-        if missing > 0 and not room.clear(
-            missing,
-            for_seq=need.seq_id,
-            team_id=need.team_id,
-            is_g1=not (is_growing or is_holder),
-            may_drop=is_growing or room.is_forced,
-        ):
+        if missing > 0 and not make_room(missing, need):
             if len(room.moves) > num_moves:
                 room.take(need.num_blocks)  # a part of it was freed, and is kept
             return False
         if need.kind is Kind.UPLOAD:
             back = room.away[need.seq_id]
-            if need.num_blocks + kept <= room.free and room.may_copy:
+            if need.num_blocks + num_kept <= room.free and room.may_copy:
                 room.use_link(back.num_blocks)
                 room.moves.append(Move("in", need.seq_id, need.team_id, need.seq_id))
                 del room.away[need.seq_id]

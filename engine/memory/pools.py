@@ -177,8 +177,9 @@ def _without(blocks: list[int], busy: list[int]) -> list[int]:
 class LinkBudget:
     """How much of the link between device and host swapping may use: kappa of its time (docs/scheduling.md, G3).
 
-    A token bucket of link microseconds. It is asked before a copy and may go below 0 by one sequence, so in any window
-    at most kappa * window + burst + one sequence is moved. Forced moves count too, without being asked.
+    A token bucket of link microseconds. It is asked before a copy and may go below 0 by one sequence, so in a window
+    without forced moves at most kappa * window + burst + one sequence is moved. Forced moves count, but are not held
+    back.
     """
 
     def __init__(self, block_copy_us: float, percent: int) -> None:

@@ -1,14 +1,23 @@
 """The room that one set of moves makes: who goes, who loses its KV, and what is free meanwhile.
 
-For `engine.memory.planner`, which says for whom and under which guards.
+For `engine.memory.planner`, which says for whom and under which guards. Each way to make room has its method:
+
+| method | who may go | when not all can be freed | may drop KV |
+|---|---|---|---|
+| `make_room_for_growth` | those that rank behind | what the link has room for goes | yes |
+| `make_room_for_holder` | those that rank behind | what the link has room for goes | no |
+| `make_room_for_claim` | of these, those whose move pays (G1) | nobody goes | no |
+| `make_room_ahead` | the idle ones whose move pays (G1) | the others go | no |
+| `make_room_at_any_cost` | everybody, whatever the guards say | nobody goes | yes |
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from engine.memory.moves import Away, Move, Pools, Resident
+from engine.memory.moves import Away, Move, Need, Pools, Resident
 from policies.sequences import Turn
 
 
@@ -25,6 +34,60 @@ class Costs(Protocol):
         """G1."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Payer:
+    """The team that pays for moves, and the sequence that they make room for; -1 is no sequence in particular."""
+
+    team_id: int
+    for_seq: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Who is to go, before anything is booked."""
+
+    host_room: int  # host blocks that moves out may still take
+    chosen: list[Resident] = field(default_factory=list)  # moved out; where KV cannot be swapped, it is dropped
+    dropped: list[Resident | Away] = field(default_factory=list)  # lose their KV because the host is full
+    freed: int = 0  # device blocks
+    is_link_short: bool = False  # a victim was passed over, because the link has no room for its copy now
+
+    def move(self, victim: Resident) -> None:
+        """It goes."""
+        self.chosen.append(victim)
+        self.host_room -= victim.num_new_host
+        self.freed += victim.num_blocks
+
+    def drop(self, loser: Resident | Away) -> None:
+        """Its KV goes, from the device or from the host."""
+        self.dropped.append(loser)
+        if isinstance(loser, Resident):
+            self.freed += loser.num_blocks
+        else:
+            self.host_room += loser.num_blocks
+
+    def trim(self, missing: int) -> None:
+        """Let those stay that a later, larger victim made needless."""
+        for victim in list(self.chosen):
+            if self.freed - victim.num_blocks >= missing:
+                self.chosen.remove(victim)
+                self.freed -= victim.num_blocks
+        for loser in self.dropped_residents:
+            if self.freed - loser.num_blocks >= missing:
+                self.dropped.remove(loser)
+                self.freed -= loser.num_blocks
+
+    @property
+    def dropped_residents(self) -> list[Resident]:
+        """Those that lose their KV on the device."""
+        return [loser for loser in self.dropped if isinstance(loser, Resident)]
+
+    @property
+    def dropped_away(self) -> list[Away]:
+        """Those that lose their KV on the host."""
+        return [loser for loser in self.dropped if isinstance(loser, Away)]
+
+
 class Room:
     """What is free, and who may be moved out, while one set of moves is put together."""
 
@@ -36,8 +99,6 @@ class Room:
         away: Sequence[Away],
         turns: Sequence[Turn],
         over_served: Callable[[Collection[int]], Sequence[int]],
-        *,
-        is_forced: bool = False,
     ) -> None:
         self.pools = pools
         self.free, self.incoming, self.host_free, self.link_us = (
@@ -47,8 +108,7 @@ class Room:
             pools.link_us,
         )
         self.moves: list[Move] = []
-        self.away = {one.seq_id: one for one in away}
-        self.is_forced = is_forced
+        self.away = {sequence.seq_id: sequence for sequence in away}
         self.spared: set[int] = set()  # those room was made for
         self.gone: set[int] = set()  # those that were moved
         self._planner = planner
@@ -58,194 +118,232 @@ class Room:
         # Latest turn first; half-prefilled ones after the others, and what needs no copy before what does.
         rank = self._rank
         self._victims = sorted(
-            residents, key=lambda one: (not one.is_whole, one.num_dirty > 0, -rank.get(one.seq_id, -1))
+            residents,
+            key=lambda victim: (not victim.is_whole, victim.num_dirty > 0, -rank.get(victim.seq_id, -1)),
         )
-        leader = max(residents, key=lambda one: (one.attained_us, -one.seq_id), default=None)
+        leader = max(residents, key=lambda resident: (resident.attained_us, -resident.seq_id), default=None)
         self._leader = leader.seq_id if leader is not None else None
 
     @property
     def may_copy(self) -> bool:
         """G3."""
-        return self.is_forced or self.link_us > 0
+        return self.link_us > 0
 
     def use_link(self, num_blocks: int) -> None:
         self.link_us -= self._planner.copy_us(num_blocks)
 
     def take(self, num_blocks: int) -> None:
-        """Keep blocks for one that was served; what is not there yet comes from the blocks on their way."""
+        """Keep blocks for a sequence that was served; what is not there yet comes from the blocks on their way."""
         now = min(num_blocks, max(0, self.free))
         self.free -= now
         self.incoming -= num_blocks - now
 
-    def clear(
-        self,
-        missing: int,
-        *,
-        for_seq: int,
-        team_id: int | None,
-        is_g1: bool = True,
-        may_drop: bool = False,
-        is_ahead: bool = False,
-    ) -> bool:
-        """Move out the fewest that free `missing` blocks, or nobody when that cannot be done. For `for_seq` only those
-        go that run after it. `is_ahead`: nobody waits for it yet, so only idle ones go, and fewer blocks will do.
-        """
-        victims = self._candidates(for_seq, is_g1=is_g1)
-        if is_ahead:
-            victims = [victim for victim in victims if victim.is_idle]
-        elif sum([victim.num_blocks for victim in victims]) < missing:
-            return False
-        host_room = self.host_free + self._spare_host(victims)
-        chosen: list[Resident] = []
-        dropped: list[Resident | Away] = []
-        freed = 0
-        is_link_short = False
-        for victim in victims:
-            if freed >= missing:
-                break
-            if self._planner.can_swap:
-                if victim.num_new_host > host_room:
-                    continue
-                if not self._may_copy_beside(chosen, victim):
-                    is_link_short = True
-                    continue
-                host_room -= victim.num_new_host
-            elif not victim.is_whole:
-                continue
-            chosen.append(victim)
-            freed += victim.num_blocks
-        if freed < missing and may_drop and self._planner.can_swap and not is_link_short:
-            freed += self._drop_some(missing - freed, victims, chosen, dropped, host_room)
-        is_partial = is_ahead or (is_link_short and not is_g1)  # the others go when the link is free again
-        if not (chosen or dropped) or (freed < missing and not is_partial):
-            return False
-        for victim in list(chosen):  # earlier ones that a later, larger one made needless
-            if freed - victim.num_blocks >= missing:
-                chosen.remove(victim)
-                freed -= victim.num_blocks
-        if freed >= missing:
-            for loser in [loser for loser in dropped if isinstance(loser, Resident)]:
-                if freed - loser.num_blocks >= missing:
-                    dropped.remove(loser)
-                    freed -= loser.num_blocks
-        payer = team_id if team_id is not None else (chosen or dropped)[0].team_id
-        self._commit(chosen, dropped, payer, for_seq)
-        return freed >= missing
+    # -- for whom ----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, for_seq: int, *, is_g1: bool) -> list[Resident]:
-        """Who may be moved out for `for_seq`, in the order they go. -1: for nobody in particular."""
+    def make_room_for_growth(self, missing: int, need: Need) -> bool:
+        """Free `missing` blocks for a sequence that has a slot. False: they are not all free, but a part may be."""
+        victims = self._behind(need.seq_id)
+        if not _has_blocks(victims, missing):
+            return False
+        choice = self._choose(victims, missing)
+        if choice.freed < missing and not choice.is_link_short:
+            self._drop_some(choice, victims, missing)
+        return self._commit_what_fits(choice, missing, need)
+
+    def make_room_for_holder(self, missing: int, need: Need) -> bool:
+        """Free `missing` blocks for the holder of the reservation. False: not all, but a part may be free."""
+        victims = self._behind(need.seq_id)
+        if not _has_blocks(victims, missing):
+            return False
+        return self._commit_what_fits(self._choose(victims, missing), missing, need)
+
+    def make_room_for_claim(self, missing: int, need: Need) -> bool:
+        """Free `missing` blocks for a newcomer or an upload, or move nobody."""
+        victims = self._worth_moving(self._behind(need.seq_id))
+        if not _has_blocks(victims, missing):
+            return False
+        choice = self._choose(victims, missing)
+        if choice.freed < missing:
+            return False
+        self._commit(choice, missing, need.team_id, need.seq_id)
+        return True
+
+    def make_room_ahead(self, missing: int, team_id: int | None) -> None:
+        """Free up to `missing` blocks that nobody waits for yet. Without `team_id` the first victim's team pays."""
+        victims = [victim for victim in self._worth_moving(self._behind(-1)) if victim.is_idle]
+        self._commit(self._choose(victims, missing), missing, team_id, -1)
+
+    def make_room_at_any_cost(self, missing: int, need: Need) -> bool:
+        """Free `missing` blocks when nothing can run. The link's budget is no bound then: `pools.link_us` is huge."""
+        victims = [victim for victim in self._victims if victim.seq_id not in self.spared]
+        if not _has_blocks(victims, missing):
+            return False
+        choice = self._choose(victims, missing)
+        if choice.freed < missing:
+            self._drop_some(choice, victims, missing)
+        return self._commit_what_fits(choice, missing, need)
+
+    # -- who goes ----------------------------------------------------------------------------------------------------
+
+    def _behind(self, for_seq: int) -> list[Resident]:
+        """Who may be moved out for `for_seq`, in the order they go: who ranks behind it and is not safe (G2, G6)."""
         after = self._rank.get(for_seq, -1)
-        planner, enst = self._planner, self._enst
-        found = []
-        for one in self._victims:
-            if one.seq_id in self.spared:
-                continue
-            if not self.is_forced:
-                if one.is_protected or one.seq_id == self._leader or self._rank[one.seq_id] < after:
-                    continue
-                if planner.can_swap and not self.may_copy and one.num_dirty:
-                    continue
-                if is_g1 and not self._pays(one, enst[one.seq_id]):
-                    continue
-            found.append(one)
-        return found
+        is_link_used_up = self._planner.can_swap and not self.may_copy
+        return [
+            victim
+            for victim in self._victims
+            if victim.seq_id not in self.spared
+            and not victim.is_protected
+            and victim.seq_id != self._leader
+            and self._rank[victim.seq_id] >= after
+            and not (is_link_used_up and victim.num_dirty)
+        ]
 
-    def _pays(self, one: Resident, enst_us: int) -> bool:
+    def _worth_moving(self, victims: list[Resident]) -> list[Resident]:
+        """G1."""
+        return [victim for victim in victims if self._pays(victim, self._enst[victim.seq_id])]
+
+    def _pays(self, victim: Resident, enst_us: int) -> bool:
         if self._planner.can_swap:
-            return self._planner.pays(enst_us, one.num_dirty, one.num_blocks)
-        return enst_us >= self._planner.gamma * one.replay_us
+            return self._planner.pays(enst_us, victim.num_dirty, victim.num_blocks)
+        return enst_us >= self._planner.gamma * victim.replay_us
 
-    def _spare_host(self, victims: Collection[Resident]) -> int:
-        """Host blocks of clean copies whose sequences stay on the device."""
-        return sum(one.num_host for one in self._keepers(victims))
-
-    def _keepers(self, victims: Collection[Resident]) -> list[Resident]:
-        going = {one.seq_id for one in victims}
-        return [one for one in self._victims if one.num_host and one.seq_id not in going]
+    def _choose(self, victims: list[Resident], missing: int) -> _Choice:
+        """The first of `victims` that free `missing` blocks together, or as many as can go."""
+        choice = _Choice(self.host_free + self._spare_host(victims))
+        for victim in victims:
+            if choice.freed >= missing:
+                break
+            if not self._planner.can_swap:
+                if victim.is_whole:
+                    choice.move(victim)
+            elif victim.num_new_host <= choice.host_room:
+                if self._may_copy_beside(choice.chosen, victim):
+                    choice.move(victim)
+                else:
+                    choice.is_link_short = True
+        return choice
 
     def _may_copy_beside(self, chosen: list[Resident], victim: Resident) -> bool:
         """G3: one copy may overdraw the link's budget, a second one may not."""
-        if self.is_forced or not victim.num_dirty:
+        if not victim.num_dirty:
             return True
-        return self.link_us > sum(self._planner.copy_us(one.num_dirty) for one in chosen)
+        return self.link_us > sum(self._planner.copy_us(other.num_dirty) for other in chosen)
 
-    def _drop_some(
-        self,
-        missing: int,
-        victims: list[Resident],
-        chosen: list[Resident],
-        dropped: list["Resident | Away"],
-        host_room: int,
-    ) -> int:
+    def _spare_host(self, victims: Collection[Resident]) -> int:
+        """Host blocks of clean copies whose sequences stay on the device."""
+        return sum(keeper.num_host for keeper in self._keepers(victims))
+
+    def _keepers(self, victims: Collection[Resident]) -> list[Resident]:
+        going = {victim.seq_id for victim in victims}
+        return [resident for resident in self._victims if resident.num_host and resident.seq_id not in going]
+
+    def _drop_some(self, choice: _Choice, victims: list[Resident], missing: int) -> None:
         """The host has no room: who loses its KV, the fewest computed tokens among the most over-served teams first.
 
-        Dropping one on the host makes room there, so that another can be moved out. Returns the device blocks freed.
+        Dropping KV on the host makes room there, so that another sequence can be moved out.
         """
-        whole: list[Resident | Away] = [one for one in victims if one.is_whole and one not in chosen]
-        whole += [one for one in self.away.values() if one.is_whole and one.seq_id not in self.spared]
-        order = {team_id: rank for rank, team_id in enumerate(self._over_served({one.team_id for one in whole}))}
-        freed = 0
-        for one in sorted(whole, key=lambda one: (order[one.team_id], one.num_computed, one.seq_id)):
-            if freed >= missing:
+        if not self._planner.can_swap:
+            return
+        whole: list[Resident | Away] = [victim for victim in victims if victim.is_whole and victim not in choice.chosen]
+        whole += [away for away in self.away.values() if away.is_whole and away.seq_id not in self.spared]
+        teams = self._over_served({loser.team_id for loser in whole})
+        order = {team_id: rank for rank, team_id in enumerate(teams)}
+        for loser in sorted(whole, key=lambda loser: (order[loser.team_id], loser.num_computed, loser.seq_id)):
+            if choice.freed >= missing:
                 break
-            if one in chosen:
+            if loser in choice.chosen:
                 continue
-            dropped.append(one)
-            if isinstance(one, Resident):
-                freed += one.num_blocks
-                continue
-            host_room += one.num_blocks
-            for victim in victims:
-                if victim in chosen or victim in dropped or victim.num_new_host > host_room or freed >= missing:
-                    continue
-                if not self._may_copy_beside(chosen, victim):
-                    continue
-                host_room -= victim.num_new_host
-                chosen.append(victim)
-                freed += victim.num_blocks
-        return freed
+            choice.drop(loser)
+            if isinstance(loser, Away):
+                self._fill_host(choice, victims, missing)
 
-    def _commit(self, chosen: list[Resident], dropped: list["Resident | Away"], team_id: int, for_seq: int) -> None:
-        going = {one.seq_id for one in chosen} | {one.seq_id for one in dropped}
-        wanted = sum(one.num_new_host for one in chosen) if self._planner.can_swap else 0
-        on_host = [one for one in dropped if isinstance(one, Away)]
-        for back in list(on_host):  # those whose room on the host nobody uses
-            rest = sum(other.num_blocks for other in on_host if other is not back)
-            if self.host_free + self._spare_host(chosen) + rest >= wanted:
-                on_host.remove(back)
-                dropped.remove(back)
+    def _fill_host(self, choice: _Choice, victims: list[Resident], missing: int) -> None:
+        """The host has room again: move out who fits there."""
+        for victim in victims:
+            if choice.freed >= missing:
+                break
+            if victim in choice.chosen or victim in choice.dropped or victim.num_new_host > choice.host_room:
+                continue
+            if self._may_copy_beside(choice.chosen, victim):
+                choice.move(victim)
+
+    # -- what is booked ----------------------------------------------------------------------------------------------
+
+    def _commit_what_fits(self, choice: _Choice, missing: int, need: Need) -> bool:
+        """Book the choice if it frees all that is missing, or if the others go when the link is free again."""
+        if choice.freed >= missing or choice.is_link_short:
+            self._commit(choice, missing, need.team_id, need.seq_id)
+        return choice.freed >= missing
+
+    def _commit(self, choice: _Choice, missing: int, team_id: int | None, for_seq: int) -> None:
+        """Book the choice, less what is needless. Without `team_id` the team of the first that goes pays."""
+        if not (choice.chosen or choice.dropped):
+            return
+        choice.trim(missing)
+        payer = _Payer((choice.chosen or choice.dropped)[0].team_id if team_id is None else team_id, for_seq)
+        going = {victim.seq_id for victim in choice.chosen} | {loser.seq_id for loser in choice.dropped}
+        self.gone |= going
+        num_wanted = sum(victim.num_new_host for victim in choice.chosen) if self._planner.can_swap else 0
+        self._keep_needless(choice, num_wanted)
+        self._book_drops(choice.dropped, payer)
+        forgotten = self._forget_copies([*choice.chosen, *choice.dropped_residents], num_wanted, payer)
+        self._book_moves(choice.chosen, payer)
+        self._victims = [
+            msgspec.structs.replace(victim, num_host=0, num_dirty=victim.num_blocks)
+            if victim.seq_id in forgotten
+            else victim
+            for victim in self._victims
+            if victim.seq_id not in going
+        ]
+
+    def _keep_needless(self, choice: _Choice, num_wanted: int) -> None:
+        """Let those on the host keep their KV whose room there nobody uses."""
+        on_host = choice.dropped_away
+        for loser in list(on_host):
+            rest = sum(other.num_blocks for other in on_host if other is not loser)
+            if self.host_free + self._spare_host(choice.chosen) + rest >= num_wanted:
+                on_host.remove(loser)
+                choice.dropped.remove(loser)
+
+    def _book_drops(self, dropped: list[Resident | Away], payer: _Payer) -> None:
         for loser in dropped:
-            self.moves.append(Move("drop", loser.seq_id, team_id, for_seq))
+            self._book("drop", loser, payer)
             if isinstance(loser, Away):
                 self.host_free += loser.num_blocks
                 del self.away[loser.seq_id]
             else:
                 self.free += loser.num_blocks
                 self.host_free += loser.num_host
-        self.gone |= going
+
+    def _forget_copies(self, going: list[Resident], num_wanted: int, payer: _Payer) -> set[int]:
+        """Give up clean host copies of sequences that stay, until `num_wanted` host blocks are free. Returns whose."""
         forgotten = set()
         # The latest turn first would be the next to go out: its copy is worth the most.
-        for one in sorted(
-            self._keepers([*chosen, *(d for d in dropped if isinstance(d, Resident))]),
-            key=lambda one: self._rank.get(one.seq_id, -1),
-        ):
-            if self.host_free >= wanted:
+        for keeper in sorted(self._keepers(going), key=lambda keeper: self._rank.get(keeper.seq_id, -1)):
+            if self.host_free >= num_wanted:
                 break
-            self.moves.append(Move("forget", one.seq_id, team_id, for_seq))
-            self.host_free += one.num_host
-            forgotten.add(one.seq_id)
-        for one in chosen:
+            self._book("forget", keeper, payer)
+            self.host_free += keeper.num_host
+            forgotten.add(keeper.seq_id)
+        return forgotten
+
+    def _book_moves(self, chosen: list[Resident], payer: _Payer) -> None:
+        for victim in chosen:
             if self._planner.can_swap:
-                self.moves.append(Move("out", one.seq_id, team_id, for_seq))
-                self.host_free -= one.num_new_host
-                self.use_link(one.num_dirty)
-                self.free += one.num_blocks - one.num_dirty
-                self.incoming += one.num_dirty
+                self._book("out", victim, payer)
+                self.host_free -= victim.num_new_host
+                self.use_link(victim.num_dirty)
+                self.free += victim.num_blocks - victim.num_dirty
+                self.incoming += victim.num_dirty
             else:
-                self.moves.append(Move("drop", one.seq_id, team_id, for_seq))
-                self.free += one.num_blocks
-        self._victims = [
-            msgspec.structs.replace(one, num_host=0, num_dirty=one.num_blocks) if one.seq_id in forgotten else one
-            for one in self._victims
-            if one.seq_id not in going
-        ]
+                self._book("drop", victim, payer)
+                self.free += victim.num_blocks
+
+    def _book(self, kind: str, sequence: Resident | Away, payer: _Payer) -> None:
+        self.moves.append(Move(kind, sequence.seq_id, payer.team_id, payer.for_seq))
+
+
+def _has_blocks(victims: Collection[Resident], missing: int) -> bool:
+    """Whether `victims` hold so many blocks at all."""
+    return sum([victim.num_blocks for victim in victims]) >= missing

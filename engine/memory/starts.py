@@ -111,7 +111,7 @@ class Starts:
             if sequence is not None:
                 due.append(sequence)
         if len(self._deadlines) > 2 * len(self.waiting) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.waiting]
+            self._deadlines = [deadline for deadline in self._deadlines if deadline[1] in self.waiting]
             heapq.heapify(self._deadlines)
         return due
 
@@ -132,9 +132,9 @@ class Starts:
         if self.holder is not None and (not self._may_hold(policy, self.holder) or self._waits_for_own(self.holder)):
             self.holder = None
             self.has_room_grown = True
-        return self.close(policy, refused, free)
+        return self.close_if_full(policy, refused, free)
 
-    def close(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
+    def close_if_full(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """Refuse all new sequences at once when not even the smallest fits. This step has `refused` some before."""
         needs, waiting = self._needs, self.waiting
         while needs and needs[0][1] not in waiting:

@@ -12,7 +12,6 @@ from engine.request import Sequence
 from policies.cost import StepProfile
 
 RESERVE_STEPS = 4  # H of guard G4
-_PROTECTED_STEPS = 4  # times m: a sequence that is not picked is no longer safe after so many steps
 _NEARLY_FULL = 8  # less than one block in so many is free
 
 
@@ -84,11 +83,11 @@ class MemoryView:
         size = self._block_size
         resident, half = self.resident, self.half
         total = 0
-        for one in ran_last:
-            seq_id = one.seq_id
+        for sequence in ran_last:
+            seq_id = sequence.seq_id
             if seq_id in resident and seq_id not in half:
-                ahead = min(one.num_computed + RESERVE_STEPS, one.request.total_tokens_max)
-                missing = -(-ahead // size) - len(one.memory.table.blocks)
+                ahead = min(sequence.num_computed + RESERVE_STEPS, sequence.request.total_tokens_max)
+                missing = -(-ahead // size) - len(sequence.memory.table.blocks)
                 if missing > 0:
                     total += missing
         return total
@@ -110,10 +109,10 @@ class MemoryView:
         if len(self.away) <= most:
             return list(self.away.values())
         named = {seq_id: self.away[seq_id] for seq_id in first if seq_id in self.away}
-        for seq_id, one in self.away.items():
+        for seq_id, sequence in self.away.items():
             if len(named) >= most:
                 break
-            named[seq_id] = one
+            named[seq_id] = sequence
         return list(named.values())
 
     @property
@@ -122,53 +121,46 @@ class MemoryView:
         host = self._memory.host
         return host.num_free * _NEARLY_FULL < host.num_blocks
 
-    def sequences(self, away: Iterable[Sequence], num_steps: int) -> tuple[list[Resident], list[Away]]:
+    def sequences(self, away: Iterable[Sequence]) -> tuple[list[Resident], list[Away]]:
         """All that are on the device, and of `away` those that are on the host, with no copy in flight."""
-        residents = [self._resident(one, num_steps) for one in self.resident.values()]
-        return residents, [self._away(one) for one in away if one.memory.place is Place.HOST]
+        residents = [self._resident(sequence) for sequence in self.resident.values()]
+        return residents, [self._away(sequence) for sequence in away if sequence.memory.place is Place.HOST]
 
     def forget_away(self, sequence: Sequence) -> None:
         """It is no longer away, if it was."""
         self.away.pop(sequence.seq_id, None)
         self._away_views.pop(sequence.seq_id, None)
 
-    def is_protected(self, one: Sequence, num_steps: int) -> bool:
-        """G2: it is in its minimum run, and that has not lapsed."""
-        return one.memory.min_run_left > 0 and (
-            one.memory.uploaded_step is None
-            or num_steps - one.memory.uploaded_step < _PROTECTED_STEPS * self._planner.min_run_steps
-        )
-
-    def _away(self, one: Sequence) -> Away:
+    def _away(self, sequence: Sequence) -> Away:
         """Nothing of it changes while it is on the host."""
-        found = self._away_views.get(one.seq_id)
+        found = self._away_views.get(sequence.seq_id)
         if found is None:
-            found = self._away_views[one.seq_id] = Away(
-                one.seq_id,
-                one.request.team_id,
-                len(one.memory.table.host),
-                self.wanted_to_return(one),
-                not one.is_half,
-                one.num_computed,
+            found = self._away_views[sequence.seq_id] = Away(
+                sequence.seq_id,
+                sequence.request.team_id,
+                len(sequence.memory.table.host),
+                self.wanted_to_return(sequence),
+                not sequence.is_half,
+                sequence.num_computed,
             )
         return found
 
-    def _resident(self, one: Sequence, num_steps: int) -> Resident:
-        table = one.memory.table
-        seq_id, num_computed, num_blocks = one.seq_id, one.num_computed, len(table.blocks)
+    def _resident(self, sequence: Sequence) -> Resident:
+        table = sequence.memory.table
+        seq_id, num_computed, num_blocks = sequence.seq_id, sequence.num_computed, len(table.blocks)
         num_used = -(-num_computed // self._block_size)
         return Resident(
             seq_id,
-            one.request.team_id,
+            sequence.request.team_id,
             num_blocks,
             num_blocks - num_used,
             num_used - self._memory.num_clean(table, num_computed),
             len(table.host),
             seq_id not in self.half,
             num_computed,
-            one.work_us,
-            self.is_protected(one, num_steps),
-            not one.is_running,
+            sequence.work_us,
+            sequence.memory.is_protected,
+            not sequence.is_running,
             0 if self._planner.can_swap else self._profile.prefill_work_us(0, num_computed),
         )
 

@@ -1,8 +1,8 @@
 """What a model directory says of itself: `config.json` as one frozen value. Imports nothing but the standard library.
 
-Only the Llama architecture is known (Llama 1 to 3.x, SmolLM2 and their derivatives). An absent key is not the same as
-null: defaults are those of the family (transformers' LlamaConfig). Both the older `rope_theta` and `rope_scaling` and
-the newer `rope_parameters` are read.
+Only the Llama architecture is known: Llama 1 to 3.x, SmolLM2 and their derivatives. An absent key gets the default of
+transformers' LlamaConfig. The rotary positions are read from `rope_parameters`, or from the older `rope_theta` and
+`rope_scaling`.
 """
 
 import json
@@ -16,12 +16,12 @@ KNOWN_ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 class ModelConfigError(ValueError):
-    """`config.json` is missing, unreadable, or asks for something this engine does not compute. One clear line."""
+    """`config.json` is missing, unreadable, or asks for what this engine cannot compute. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Frequency scaling of rotary positions. `kind` is default, linear or llama3 (transformers' names)."""
+    """How the frequencies of rotary positions are scaled. `kind` is default, linear or llama3, as in transformers."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -51,11 +51,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values one token holds over all layers."""
+        """Bytes that one token's keys and values take over all layers, with elements of `element_bytes` bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor a checkpoint of this shape must hold, by its Hugging Face name."""
+        """The shape of every tensor that a checkpoint of this model must hold, by its Hugging Face name."""
         hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for i in range(self.num_layers):
@@ -83,7 +83,7 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read `config.json` (and the end-of-sequence ids of `generation_config.json`). Raises ModelConfigError."""
+    """Read `config.json`, and more end-of-sequence ids from `generation_config.json`. Raises ModelConfigError."""
     path = directory / "config.json"
     document = _read_json(path)
     eos = _token_ids(document.get("eos_token_id"))
@@ -94,7 +94,10 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def parse_model_config(document: Mapping[str, Any], eos: tuple[int, ...], where: str) -> ModelConfig:
-    """The same from a decoded document; `where` names it in errors. Raises ModelConfigError."""
+    """The configuration in a decoded `config.json` with the end-of-sequence ids `eos`. Raises ModelConfigError.
+
+    `where` is the document's name in error messages.
+    """
     architectures = document.get("architectures") or []
     if not any(name in KNOWN_ARCHITECTURES for name in architectures):
         known = ", ".join(KNOWN_ARCHITECTURES)
@@ -151,7 +154,10 @@ def _rope(document: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
 
 
 def rope_inverse_frequencies(config: ModelConfig) -> list[float]:
-    """Rotary inverse frequencies, one for each pair of dimensions (Su et al. 2021; llama3: Llama 3.1 model card)."""
+    """Rotary inverse frequencies [head_dim / 2], in radians per position.
+
+    Sources: Su et al. 2021 (RoFormer); for llama3 scaling, the Llama 3.1 model card.
+    """
     plain = [config.rope_theta ** (-2.0 * i / config.head_dim) for i in range(config.head_dim // 2)]
     scaling = config.rope_scaling
     if scaling.kind == "linear":

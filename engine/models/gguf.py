@@ -1,7 +1,10 @@
-"""Turn a Llama-architecture GGUF file into the files transformers and this engine load: safetensors and tokenizer.json.
+"""Turn a Llama-architecture GGUF file into the files that transformers and this engine load.
 
-Three traps (`gguf` stores what llama.cpp computes with): rows of attn_q and attn_k are permuted for interleaved rotary
-pairs and must be put back; quantised blocks are dequantised; the tokenizer is only metadata.
+A GGUF file holds what llama.cpp computes with, so three things must be changed:
+
+* the rows of attn_q and attn_k are permuted for interleaved rotary pairs, and are put back in order;
+* quantised blocks are dequantised;
+* the tokenizer is only metadata, from which tokenizer.json is written.
 """
 
 import json
@@ -26,15 +29,19 @@ LAYER_NAMES = {
     "ffn_norm": "post_attention_layernorm",
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-CONTROL, USER_DEFINED = 3, 4  # GGUF token types that are matched before the merges
+CONTROL, USER_DEFINED = 3, 4  # GGUF's types of added tokens, which are found in the text before BPE's merges
 
 
 class ConversionError(ValueError):
-    """The GGUF file is of a kind this converter does not know. One clear line."""
+    """The GGUF file is of a kind that this converter does not know. The message is one line."""
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Write model.safetensors, config.json, tokenizer.json and tokenizer_config.json of `source` into `target`."""
+    """Write model.safetensors, config.json, tokenizer.json and tokenizer_config.json of `source` into `target`.
+
+    `target` is an existing directory. Raises ConversionError for a file of another architecture or tokenizer, OSError
+    when a file cannot be written.
+    """
     reader = GGUFReader(str(source))
     meta = dict(reader.fields.items())
 
@@ -104,7 +111,10 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of q and k: pairs (2i, 2i + 1) side by side become halves (i, i + d/2)."""
+    """Undo llama.cpp's order of the rows of q and k, within each head of d rows.
+
+    llama.cpp puts a rotary pair side by side, at rows (2i, 2i + 1). It goes back to rows (i, i + d/2).
+    """
     rows = values.shape[0]
     paired = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(values.shape))
@@ -113,7 +123,7 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
 def tokenizer_document(
     *, model: str, pre: str, tokens: list[str], kinds: list[int], merges: list[str]
 ) -> dict[str, Any]:
-    """A `tokenizers` JSON document for a byte-level BPE vocabulary. Raises ConversionError for other kinds."""
+    """A `tokenizers` JSON document for a byte-level BPE vocabulary. Raises ConversionError for any other tokenizer."""
     if model != "gpt2" or pre != "smollm":
         raise ConversionError(f"GGUF tokenizer {model}/{pre} is not supported (supported: gpt2/smollm)")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -135,7 +145,7 @@ def tokenizer_document(
             if kind in (CONTROL, USER_DEFINED)
         ],
         "normalizer": None,
-        # "smollm": every digit on its own, then GPT-2's pattern.
+        # llama.cpp's "smollm": each digit is a piece of its own, and GPT-2's pattern cuts the rest.
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],

@@ -1,7 +1,7 @@
 """Write and check safetensors files without torch: eight bytes of length, a JSON header, then the tensors' bytes.
 
-Written by hand for two reasons: numpy has no bfloat16, and the bytes are a function of the tensors alone, so a file's
-SHA-256 can be compared. Format: https://github.com/huggingface/safetensors#format
+The file is written by hand for two reasons. numpy has no bfloat16. And the bytes here are a function of the tensors
+alone, so that a file's SHA-256 can be compared. Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -16,11 +16,11 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class DamagedFile(ValueError):
-    """A safetensors file is cut short, or its header does not describe its bytes."""
+    """A safetensors file is cut short, or its header does not describe its bytes. The message is one line."""
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 values as bfloat16 bit patterns (uint16), rounded to nearest, ties to even."""
+    """float32 values as the bit patterns of bfloat16 (uint16, same shape), rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded: np.ndarray = (
         (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -29,7 +29,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: Literal["F32", "BF16"]) -> None:
-    """Write float32 arrays as `dtype`, in name order."""
+    """Write float32 arrays as `dtype`, in the order of their names. Raises OSError when the file cannot be written."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in sorted(tensors):
@@ -51,7 +51,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: Lite
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a file's tensors. Raises DamagedFile when header and file size do not agree."""
+    """The shapes of a file's tensors by name. Raises OSError; DamagedFile when the header does not fit the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,8 +1,9 @@
-"""Where models come from: a name or a directory in, a checked directory of safetensors + config + tokenizer out.
+"""Where models come from: a name or a directory goes in, a checked directory of safetensors, config and tokenizer out.
 
-Built-in names are converted once into a cache keyed by the SHA-256 of their source; the cache is written beside its
-final place and renamed, so a reader sees a whole directory or none, and a manifest of sizes and SHA-256 tells a damaged
-one, which is made again. Nothing here imports torch.
+A built-in model is converted once, into a directory of the cache that is keyed by the SHA-256 of the model's source.
+The directory is written beside its final place and then renamed, so a reader sees a whole directory or none. Its
+manifest lists sizes and SHA-256s. A directory that does not match its manifest is damaged, and is made again. Nothing
+here imports torch.
 """
 
 import hashlib
@@ -28,12 +29,12 @@ PACKAGE_VERSION = "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-CONVERTER_VERSION = 1  # raise it when the converter writes something else, so that old caches are left alone
+CONVERTER_VERSION = 1  # raise this when the converter's output changes, so that old caches are left alone
 MANIFEST = "manifest.json"
 
 
 class ModelStoreError(Exception):
-    """A model cannot be used. The message is one line: what is wrong and what to do."""
+    """A model cannot be used. The message is one line that says what is wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,19 @@ class StoredModel:
 
     name: str
     path: Path
-    sha256: str  # of the source file for a built-in; of config, tokenizer and file sizes for a directory
+    sha256: str  # of a built-in model's source file; of a directory's config, tokenizer, and weights' sizes and times
     config: ModelConfig
-    num_tokens: int  # ids the tokenizer knows; the embedding may have more rows
+    num_tokens: int  # the number of ids that the tokenizer knows; the embedding may have more rows
 
 
 def cache_root(cache_dir: str = "") -> Path:
     """The cache directory: the argument, else $TERAZI_CACHE_DIR, else ~/.cache/terazi.
 
-    Raises ModelStoreError when there is no home directory to find it in.
+    Raises ModelStoreError when the path begins with `~` and the user has no home directory.
     """
     chosen = cache_dir or os.environ.get("TERAZI_CACHE_DIR", "") or "~/.cache/terazi"
     try:
-        if chosen.startswith("~") and os.environ.get("HOME") == "":  # it would be a directory of the root
+        if chosen.startswith("~") and os.environ.get("HOME") == "":  # expanduser would give a path below /
             raise RuntimeError
         return Path(chosen).expanduser()
     except RuntimeError:
@@ -64,15 +65,15 @@ def cache_root(cache_dir: str = "") -> Path:
 
 
 def describe(model: str, cache_dir: str = "", *, dtype: str = "", device: str = "", num_threads: int = 1) -> ModelInfo:
-    """What the gateway must know of `model`, converting it first where that is still to be done.
+    """What the gateway must know of `model`. A built-in model that is not in the cache is converted first.
 
-    Raises ModelStoreError when it is missing, damaged or of an unknown kind.
+    Raises ModelStoreError when the model is missing, damaged or of an unknown kind.
     """
     return model_info(prepare(model, cache_dir), dtype=dtype, device=device, num_threads=num_threads)
 
 
 def model_info(stored: StoredModel, *, dtype: str, device: str, num_threads: int) -> ModelInfo:
-    """`stored` as the wire's hello carries it."""
+    """`stored` as the engine's Hello message carries it."""
     return ModelInfo(
         name=stored.name,
         path=str(stored.path),
@@ -86,13 +87,13 @@ def model_info(stored: StoredModel, *, dtype: str, device: str, num_threads: int
 
 
 def prepare(model: str, cache_dir: str = "") -> StoredModel:
-    """Find, check and, for a built-in, convert `model`. Raises ModelStoreError."""
+    """Find and check `model`, and convert it if it is a built-in name. Raises ModelStoreError."""
     if model == SMOLLM2:
         return _built_in(SMOLLM2, GGUF_SHA256, cache_dir, _convert_smollm2, source_check=_check_gguf)
     if model == TINY:
         from engine.models import tiny
 
-        key = file_sha256(Path(tiny.__file__))  # its source is the code that makes it
+        key = file_sha256(Path(tiny.__file__))  # the source of this model is the code that makes it
         return _built_in(TINY, key, cache_dir, tiny.write_tiny_model)
     path = Path(model).expanduser()
     if not path.is_dir():
@@ -103,7 +104,7 @@ def prepare(model: str, cache_dir: str = "") -> StoredModel:
 
 
 def find_gguf() -> Path | None:
-    """The GGUF file inside the installed package, or None. The package itself is never imported."""
+    """The GGUF file inside the installed package PACKAGE, or None. The package itself is never imported."""
     try:
         files = importlib.metadata.distribution(PACKAGE).files or []
     except importlib.metadata.PackageNotFoundError:
@@ -116,13 +117,16 @@ def find_gguf() -> Path | None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
+    """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_directory(path: Path) -> ModelConfig:
-    """Check that `path` holds a model this engine can load, every tensor with its shape. Raises ModelStoreError."""
+    """Check that `path` holds a model that this engine can load, every tensor with its shape; return its configuration.
+
+    Reads headers, and no weights. Raises ModelStoreError.
+    """
     from engine.models.safetensors_file import DamagedFile, read_header
 
     try:
@@ -147,7 +151,10 @@ def check_directory(path: Path) -> ModelConfig:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory, one or the shards its index names. Raises ModelStoreError."""
+    """The safetensors files of a directory: the single file, or the shards that its index names.
+
+    Raises ModelStoreError when there is neither, or a shard is missing.
+    """
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if single.is_file():
         return [single]
@@ -183,7 +190,10 @@ def _built_in(
 
 
 def _check_gguf() -> None:
-    """A present file must be the pinned one. An absent one is only missed when there is something to convert."""
+    """Raise ModelStoreError if the GGUF file is there and is not the pinned file.
+
+    An absent file is no error here: a model that is in the cache needs no source.
+    """
     gguf = find_gguf()
     if gguf is not None and (actual := file_sha256(gguf)) != GGUF_SHA256:
         raise ModelStoreError(
@@ -207,7 +217,10 @@ def _convert_smollm2(target: Path) -> None:
 
 
 def _make(target: Path, convert: Callable[[Path], None]) -> None:
-    """Convert into a directory beside `target`, then rename it there. Two processes may do so at once: one wins."""
+    """Convert into a directory beside `target`, then rename that directory to `target`. Raises ModelStoreError.
+
+    If two processes do so at once, the first rename wins, and both use its directory.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -234,7 +247,7 @@ def _make(target: Path, convert: Callable[[Path], None]) -> None:
 
 
 def _num_tokens(path: Path) -> int:
-    """One more than the largest id of tokenizer.json."""
+    """One more than the largest token id in tokenizer.json. Raises ModelStoreError."""
     file = path / "tokenizer.json"
     try:
         document = json.loads(file.read_text("utf-8"))
@@ -269,7 +282,10 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _fingerprint(path: Path) -> str:
-    """Identifies a directory's content without reading gigabytes: small files whole, weights by size and time."""
+    """A hash that identifies a directory's content without reading gigabytes.
+
+    It covers the bytes of config and tokenizer, and each weight file's name, size and time of change.
+    """
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         digest.update((path / name).read_bytes())

@@ -1,7 +1,8 @@
-"""One gateway's connection: a non-blocking socket, what is not yet sent, what is not yet a whole frame.
+"""The connection to a gateway: a non-blocking socket, the bytes not sent yet, and the frame not complete yet.
 
-A Unix socket takes about 93 KiB and then blocks, and a stopped gateway reads nothing, so sending goes through a bounded
-outbox. When it is full its owner stops producing (it runs no step) and stops reading; nothing here ever waits.
+A Unix socket takes about 93 KiB and then blocks, and a gateway that has stopped reads nothing. So messages go through a
+bounded outbox. While the outbox is full, the owner of the connection runs no step and reads nothing. Nothing here ever
+waits.
 """
 
 import socket
@@ -17,11 +18,11 @@ READ_BYTES = 256 * 1024
 
 
 class ConnectionLost(Exception):
-    """The peer is gone."""
+    """The gateway at the other end is gone. The message says how that was noticed."""
 
 
 class Connection:
-    """Owns an accepted socket until `close`."""
+    """Owns an accepted socket until `close`. `max_outbox_bytes` bounds the bytes not sent yet."""
 
     def __init__(self, accepted: socket.socket, max_outbox_bytes: int) -> None:
         accepted.setblocking(False)
@@ -40,18 +41,18 @@ class Connection:
 
     @property
     def is_full(self) -> bool:
-        """Whether the outbox is at its limit. One message may overshoot it: nothing is cut or dropped."""
+        """Whether the outbox is at its limit. The last message may go beyond the limit: nothing is cut or dropped."""
         return self._outbox_bytes >= self._max_outbox_bytes
 
     def send(self, message: msgspec.Struct) -> None:
-        """Put a message in the outbox and send what the socket takes now. Raises ConnectionLost."""
+        """Put a message in the outbox, and send what the socket takes now. Raises ConnectionLost or FrameError."""
         frame = encode(message)
         self._outbox.append(memoryview(frame))
         self._outbox_bytes += len(frame)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now. Raises ConnectionLost."""
+        """Send as much of the outbox as the socket takes now. Raises ConnectionLost."""
         while self._outbox:
             frame = self._outbox[0]
             try:
@@ -67,7 +68,10 @@ class Connection:
                 self._outbox[0] = frame[sent:]
 
     def receive(self) -> Iterator[FromGateway]:
-        """The messages that have come in. Raises ConnectionLost at the end of the stream, FrameError for garbage."""
+        """The messages that have come in, perhaps none.
+
+        Raises ConnectionLost at the end of the stream, and FrameError for bytes that are not this protocol.
+        """
         try:
             data = self._socket.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -79,6 +83,6 @@ class Connection:
         yield from self._decoder.feed(data)
 
     def close(self) -> None:
-        """Close the socket; unsent messages are dropped."""
+        """Close the socket. Messages not sent yet are dropped."""
         self._socket.close()
         self._outbox.clear()

@@ -1,7 +1,7 @@
 """The engine's address: a Unix socket held by one process at a time, and the epoch that each start raises.
 
-`PATH.lock` is locked for the life of the process, so a socket file without a live owner is known to be stale.
-`PATH.epoch` keeps the engine's id and how often it has started: an answer of an older start can be told by it.
+`PATH.lock` is locked for the life of the process. So whoever gets the lock knows that a socket file it finds is stale.
+`PATH.epoch` keeps the engine's id and counts its starts. So an answer from an earlier start can be recognised.
 """
 
 import fcntl
@@ -17,22 +17,22 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path on Linux, less its NUL
 
 
 class ListenError(Exception):
-    """The address cannot be used. One clear line with what to do."""
+    """The address cannot be used. The message is one line that says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Who this engine is: an id for as long as its epoch file lives, and the number of this start."""
+    """Who this engine is: an id that lasts as long as its epoch file, and the number of this start, from 1."""
 
     engine_id: str
     epoch: int
 
 
 class Address:
-    """Holds the lock on PATH; the file descriptor is the lock, so a killed process gives it up."""
+    """Holds the lock on PATH. The open file descriptor is the lock, so a process that is killed gives it up."""
 
     def __init__(self, path: Path) -> None:
-        """Lock PATH. Raises ListenError when another engine has it or the place is not usable."""
+        """Lock PATH. Raises ListenError when another engine holds the lock, or PATH cannot be used."""
         self.path = path
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ListenError(
@@ -51,7 +51,10 @@ class Address:
             raise ListenError(f"another engine listens on {path}; stop it or use another path") from error
 
     def raise_epoch(self) -> EngineIdentity:
-        """Count this start, durably. A damaged epoch file begins a new engine id, so no (id, epoch) comes twice."""
+        """Count this start, and write the count to disk before returning. Raises OSError.
+
+        A missing or damaged epoch file is replaced by one with a new engine id, so no pair (id, epoch) comes twice.
+        """
         path = Path(f"{self.path}.epoch")
         identity = EngineIdentity(f"eng-{uuid.uuid4().hex[:12]}", 1)
         try:

@@ -1,13 +1,17 @@
 """The engine process: `python -m engine --socket PATH --config JSON [--parent-stdin]`.
 
-One thread, one loop: read what came in, run one step, send what came of it. It sleeps in `select` when there is nothing
-to do. One gateway is connected at a time; a newer connection replaces the older, and the requests of a lost one are
-aborted. Without a gateway the engine goes on waiting for one; with `--parent-stdin` it ends when its stdin closes.
-SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are ignored, since a draining gateway still needs its engine. SIGQUIT
+One thread runs one loop: read what came in, run one step, send what came of it. The loop sleeps in `select` when there
+is nothing to do.
+
+One gateway is connected at a time. A newer connection replaces the older connection. When a connection is lost, all
+requests that came over it are aborted. Without a gateway the engine waits for the next gateway. With `--parent-stdin`
+the engine ends when its stdin closes.
+
+SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are ignored, since a gateway that drains still needs its engine. SIGQUIT
 prints where each thread stands.
 
-While the outbox is full no step runs and nothing is read, so a stopped gateway costs bounded memory and blocks nothing:
-new connections, the loss of the old one and the parent's end are seen all the same.
+While the outbox is full, no step runs and no message is read. So a gateway that has stopped costs a bounded amount of
+memory. The loop still sees new connections, the loss of the old connection and the parent's end.
 """
 
 import argparse
@@ -36,8 +40,8 @@ from engine.step.core import EngineCore
 from engine.wire.framing import FrameError
 from engine.wire.messages import Abort, FromGateway, Hello, Submit
 
-# What an operator can mend: a wrong setting, a missing file, a full disk, too little memory. One line says it all.
-# Anything else is a damaged model or a bug of ours, and keeps its traceback above that line.
+# What an operator can mend, and one line can say: a wrong setting, a missing file, a full disk, too little memory.
+# Any other error means a damaged model or a bug of ours, and gets its traceback above that line.
 EXPECTED_ERRORS = (StartError, ListenError, ModelStoreError, OSError, MemoryError)
 
 
@@ -45,7 +49,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
 
 
 class EngineService:
-    """Owns the sockets and the loop; everything else is the core's."""
+    """Owns the sockets and the loop. Requests and steps belong to the core."""
 
     def __init__(
         self,
@@ -68,19 +72,19 @@ class EngineService:
         self._parent_fd = parent_fd
         self._log = log
         self._connection: Connection | None = None
-        self._has_unsampled = False  # something ran since the last sample
+        self._has_unsampled = False  # a step has run since the last sample, or work was left at that sample
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         if parent_fd is not None:
             self._selector.register(parent_fd, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the parent's end of stdin closes; for ever without one."""
+        """Serve until the parent closes our stdin; for ever if no `parent_fd` was given."""
         while self.turn():
             pass
 
     def turn(self) -> bool:
-        """Once around: wait for something to do, do it, tell. False when the parent has ended."""
+        """One round of the loop: wait for something to do, do it, and send what came of it. False: the parent ended."""
         is_parent_gone = self._handle_sockets(self._wait_seconds())
         if is_parent_gone:
             self._drop("the parent has ended")
@@ -102,7 +106,10 @@ class EngineService:
         return self._connection is not None and not self._connection.is_full
 
     def _handle_sockets(self, timeout: float | None) -> bool:
-        """Wait, then do what the sockets ask for. True when the parent has closed our stdin."""
+        """Wait at most `timeout` seconds (None: no limit), then do what the sockets ask for.
+
+        True when the parent has closed our stdin.
+        """
         for key, events in self._selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
@@ -133,7 +140,7 @@ class EngineService:
             if events & selectors.EVENT_READ:
                 for message in connection.receive():
                     self._take(message)
-                    if self._connection is not connection:  # lost while answering: what else it sent is void
+                    if self._connection is not connection:  # lost while answering: ignore the rest of what it sent
                         return
         except ConnectionLost as lost:
             self._drop(str(lost))
@@ -186,7 +193,7 @@ class EngineService:
             self._drop(str(lost))
 
     def _watch(self) -> None:
-        """Ask the selector for what the connection can use now: room to send, or something to read, or both."""
+        """Tell the selector what to watch for: room to send while the outbox has bytes, messages unless it is full."""
         if self._connection is None:
             return
         events = 0 if self._connection.is_full else selectors.EVENT_READ
@@ -196,7 +203,7 @@ class EngineService:
             self._selector.modify(self._connection, events)
 
     def _drop(self, why: str) -> None:
-        """Close the connection, if there is one, and end every request that came over it."""
+        """Close the connection and end every request that came over it. Without a connection, do nothing."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -205,13 +212,13 @@ class EngineService:
         requests = self._core.request_ids
         for request_id in requests:
             self._core.abort(request_id)
-        while self._core.has_work:  # no request is left, so this runs no forward pass; nobody is there to be told
+        while self._core.has_work:  # carry out the aborts; no request is left, so no forward pass runs
             self._core.step()
         self._log(f"connection closed: {why} ({len(requests)} requests aborted)")
 
 
 def _quiet_openmp(num_threads: int) -> None:
-    """Make OpenMP's idle threads sleep: spinning ones take the gateway's core and slow small products ten-fold."""
+    """Make OpenMP's idle threads sleep. Spinning threads take the gateway's core and slow small products ten-fold."""
     for name, value in (
         ("OMP_WAIT_POLICY", "PASSIVE"),
         ("GOMP_SPINCOUNT", "0"),
@@ -223,13 +230,13 @@ def _quiet_openmp(num_threads: int) -> None:
 
 
 def _log(line: str) -> None:
-    # Whoever read our standard error may have left (`2>&1 | head`): a lost line is no reason to end.
+    # The reader of our standard error may have left, as `2>&1 | head` does: a lost line is no reason to end.
     with contextlib.suppress(OSError, ValueError):
         print(f"engine: {line}", file=sys.stderr, flush=True)
 
 
 def _start(arguments: argparse.Namespace) -> tuple[Address, EngineService]:
-    """Everything up to the line that says it listens. Raises whatever keeps the engine from starting."""
+    """Start the engine, up to the line on stdout that says where it listens. Raises what keeps it from starting."""
     config = read_config(arguments.config)
     _quiet_openmp(config.num_threads)
     parent_fd = sys.stdin.fileno() if arguments.parent_stdin else None
@@ -248,13 +255,13 @@ def _start(arguments: argparse.Namespace) -> tuple[Address, EngineService]:
         log=_log,
     )
     ready = {"event": "listening", "socket": arguments.socket, "pid": hello.pid}
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it; an engine run by itself goes on
+    with contextlib.suppress(BrokenPipeError):  # the reader of this line has left; the engine goes on without it
         print(json.dumps({**ready, "engine_id": identity.engine_id, "epoch": identity.epoch}), flush=True)
     return address, service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until its parent ends; 1 when it cannot start, with one line on stderr."""
+    """Run the engine until its parent ends, and return 0. If it cannot start, return 1, with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m engine", description="The Terazi engine process.")
     parser.add_argument("--socket", required=True, help="path of the Unix socket to listen on")
     parser.add_argument("--config", default="{}", help="engine configuration as one JSON document")
@@ -266,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         address, service = _start(arguments)
-    except Exception as error:  # noqa: BLE001 - the process ends, and its last line is what the gateway tells
+    except Exception as error:  # noqa: BLE001 - the process ends, and the gateway passes on its last line
         if not isinstance(error, EXPECTED_ERRORS):
             traceback.print_exc()
         print(f"terazi-engine: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)

@@ -1,26 +1,32 @@
-"""Once a second: what each active team got since the last sample, as the fairness report is built from.
+"""About once a second: what each active team got since the last sample. The fairness report is built from this.
 
-Reads the policy's and the scheduler's running totals; owns only what it saw last. Lags are looked at several times in
-an interval, so their least and largest are those of the looks, not of every step: reading a hundred teams costs as much
-as a step's picks.
+The sampler reads the running totals of the policy and the scheduler, and owns only the totals that it saw last. It
+looks at the lags ten times in an interval. So their least and largest values are those of the looks, not of every
+step: reading a hundred teams costs as much as a step's picks.
 """
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import Interference, ServiceSamples, TeamSample
+from policies import team_counters
 from policies.policy import Policy
 from policies.sequences import TeamService
+from policies.team_counters import POLICY_COUNTERS, POLICY_TOTALS
 
 INTERVAL_US = 1_000_000
 LOOK_US = 100_000
 
-_NOTHING = TeamService(team_id=-1, served_us=0, entitled_us=0, backlogged_us=0, waiting=0, running=0, lag=0.0)
+_NOTHING = TeamService(team_id=-1, lag=0.0)
 
 
 class ServiceSampler:
-    """Turns running totals into deltas. `look` often, `take` once an interval."""
+    """Turns running totals into deltas. The caller calls `look` after every step, and `take` once an interval."""
 
     def __init__(self, policy: Policy, now_us: int, scheduler: Scheduler | None = None, block_bytes: int = 0) -> None:
-        """`scheduler` tells of swaps, pauses and who cost whom what; without it those figures are 0."""
+        """`scheduler` gives swaps, pauses and interference; without it these figures are 0."""
         self._policy = policy
         self._scheduler = scheduler
         self._block_bytes = block_bytes
@@ -37,11 +43,11 @@ class ServiceSampler:
         return max(0, self._taken_us + INTERVAL_US - now_us)
 
     def restart(self, now_us: int) -> None:
-        """Begin an interval now: after idleness, which belongs to no interval."""
+        """Begin an interval now. Called after the engine was idle, since idle time belongs to no interval."""
         self._taken_us = self._looked_us = now_us
 
     def look(self, now_us: int) -> None:
-        """Note the lags, at most once every LOOK_US."""
+        """Note the teams' lags, at most once every LOOK_US."""
         if now_us - self._looked_us < LOOK_US:
             return
         self._looked_us = now_us
@@ -50,52 +56,25 @@ class ServiceSampler:
             self._lags[team.team_id] = (min(low, team.lag), max(high, team.lag))
 
     def take(self, now_us: int) -> ServiceSamples | None:
-        """The interval that ends now; None when no team got, wanted or waited for anything in it.
+        """The sample of the interval that ends now, or None if no team got, wanted or waited for anything in it.
 
-        Also right before the table of teams changes, when the policy may close the account of a team that has left: it
-        begins again at nothing when the team comes back.
+        Also called right before the table of teams changes. Then the policy may close the account of a team that has
+        left, and the team's totals begin at 0 again when it comes back.
         """
         interference = self._interference()
         scheduler = self._scheduler
-        longest_us = scheduler.promises.take_longest_us() if scheduler is not None else {}
-        bytes_out: dict[int, int] = {}
-        bytes_in: dict[int, int] = {}
-        for pair in interference:
-            bytes_out[pair.victim_id] = bytes_out.get(pair.victim_id, 0) + pair.bytes_out
-            bytes_in[pair.victim_id] = bytes_in.get(pair.victim_id, 0) + pair.bytes_in
-        teams: list[TeamSample] = []
         totals = {team.team_id: team for team in self._policy.team_service()}
+        figures = self._counted_here(totals, interference)
+        teams: list[TeamSample] = []
         for team_id, team in totals.items():
-            last = self._last.get(team_id, _NOTHING)
-            if team.served_us < last.served_us or team.entitled_us < last.entitled_us:
-                last = _NOTHING  # a new account
-            low, high = self._lags.get(team_id, (team.lag, team.lag))
-            sample = TeamSample(
-                team_id=team_id,
-                served_us=team.served_us - last.served_us,
-                entitled_us=team.entitled_us - last.entitled_us,
-                backlogged_ms=team.backlogged_us // 1000 - last.backlogged_us // 1000,
-                waiting=team.waiting,
-                running=team.running,
-                lag_min_us=min(low, team.lag),
-                lag_max_us=max(high, team.lag),
-                promotions=team.promotions - last.promotions,
-                bytes_swapped_out=bytes_out.get(team_id, 0),
-                bytes_swapped_in=bytes_in.get(team_id, 0),
-                exhausted=team.exhausted - last.exhausted,
-                budget_us=team.budget_us,
-                starving=team.starving,
-                promoted_us=team.promoted_us - last.promoted_us,
-                overhead_us=team.overhead_us - last.overhead_us,
-                pause_bound_us=scheduler.promises.bound_us(team_id, team.waiting) if scheduler is not None else 0,
-                longest_pause_us=longest_us.get(team_id, 0),
-                waiting_levels=team.waiting_levels,
-            )
+            last = self._last_of(team)
+            counted = team_counters.values(team, POLICY_COUNTERS)
+            for name in POLICY_TOTALS:
+                counted[name] -= getattr(last, name)
+            sample = TeamSample(team_id=team_id, waiting_levels=team.waiting_levels, **counted, **figures[team_id])
             if (
-                sample.served_us
-                or sample.entitled_us
+                any(counted[name] for name in POLICY_TOTALS)  # else what was counted would be told never
                 or team.backlogged_us > last.backlogged_us
-                or sample.promotions
                 or sample.longest_pause_us
                 or team.waiting
                 or team.running
@@ -118,14 +97,43 @@ class ServiceSampler:
             interval_ms=interval_ms,
             teams=tuple(teams),
             interference=interference,
-            lag_bound_us=scheduler.promises.lag_bound_us(is_short=scheduler.memory.take_shortage()),
+            lag_bound_us=scheduler.pauses.lag_bound_us(is_short=scheduler.memory.take_shortage()),
             stall_us=stall_us,
             replayed_tokens=replayed,
             num_raised=raised,
         )
 
+    def _last_of(self, team: TeamService) -> TeamService:
+        """What was seen last of its totals: nothing, if they belong to a new account."""
+        last = self._last.get(team.team_id, _NOTHING)
+        return _NOTHING if team.served_us < last.served_us or team.entitled_us < last.entitled_us else last
+
+    def _counted_here(
+        self, totals: Mapping[int, TeamService], interference: Iterable[Interference]
+    ) -> dict[int, dict[str, Any]]:
+        """The engine's own counters of the interval, by team and name: those that are not `CountedByPolicy`."""
+        scheduler = self._scheduler
+        longest_us = scheduler.pauses.take_longest_us() if scheduler is not None else {}
+        swapped: Counter[tuple[int, str]] = Counter()
+        for pair in interference:
+            swapped[pair.victim_id, "out"] += pair.bytes_out
+            swapped[pair.victim_id, "in"] += pair.bytes_in
+        found = {}
+        for team_id, team in totals.items():
+            low, high = self._lags.get(team_id, (team.lag, team.lag))
+            found[team_id] = {
+                "backlogged_ms": team.backlogged_us // 1000 - self._last_of(team).backlogged_us // 1000,
+                "lag_min_us": min(low, team.lag),
+                "lag_max_us": max(high, team.lag),
+                "bytes_swapped_out": swapped[team_id, "out"],
+                "bytes_swapped_in": swapped[team_id, "in"],
+                "longest_pause_us": longest_us.get(team_id, 0),
+                "pause_bound_us": scheduler.pauses.bound_us(team_id, team.waiting) if scheduler is not None else 0,
+            }
+        return found
+
     def _interference(self) -> tuple[Interference, ...]:
-        """Who cost whom what since the last sample, by causer and victim."""
+        """What teams cost each other since the last sample, in order of (causer, victim)."""
         if self._scheduler is None:
             return ()
         return tuple(

@@ -1,7 +1,7 @@
 """A twin of the simulated runner whose copies are over a random number of steps later, in random order.
 
-Every hazard between a copy and what else happens to its blocks can then be met without a device: whoever uses, frees or
-gives away a block too early uses it while the copy is still in flight. The same seed gives the same delays.
+With it a test meets every hazard between a copy and its blocks without a device. Code that uses, frees or gives away a
+block too early does so while the copy is still in flight, and the test sees it. The same seed gives the same delays.
 """
 
 import random
@@ -12,7 +12,7 @@ from engine.sim.runner import SimRunner
 
 
 class DelayedCopies:
-    """Wraps a SimRunner. `on_plan` sees each plan and what is in flight before it, for a test to check."""
+    """Wraps a SimRunner. A test's `on_plan` sees each plan, with the copies in flight before it by copy id."""
 
     def __init__(
         self,
@@ -23,8 +23,10 @@ class DelayedCopies:
         lose_one_in: int = 0,
         on_plan: Callable[[StepPlan, dict[int, BlockCopy]], None] = lambda plan, in_flight: None,
     ) -> None:
-        """A copy takes from 0 to `max_delay` steps more than its own. About one in `lose_one_in` never ends by itself:
-        it is given up after twice that, and reported as failed.
+        """A copy is over from 0 to `max_delay` steps after its own step.
+
+        About one copy in `lose_one_in` (0: none) never ends by itself. It is given up after 2 * `max_delay` steps, and
+        reported as failed.
         """
         self._runner = runner
         self._random = random.Random(seed)
@@ -36,7 +38,7 @@ class DelayedCopies:
         self.in_flight: dict[int, BlockCopy] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan; report the copies, of any plan so far, that are over by now."""
+        """Run the plan. Report the copies that are over by now, of this plan and of earlier plans."""
         self._on_plan(plan, self.in_flight)
         result = self._runner.execute(plan)
         for copy in (*plan.copies_out, *plan.copies_in):
@@ -46,7 +48,7 @@ class DelayedCopies:
             if is_lost:
                 self._lost.add(copy.copy_id)
         if not (plan.rows or plan.copies_out or plan.copies_in) and self._due:
-            soonest = min(self._due.values())  # a plan without anything waits
+            soonest = min(self._due.values())  # a plan without rows and copies waits for a copy
             self._due = {copy_id: steps - soonest for copy_id, steps in self._due.items()}
         over = [copy_id for copy_id, steps in self._due.items() if steps <= 0]
         self._random.shuffle(over)
@@ -67,5 +69,5 @@ class DelayedCopies:
         )
 
     def release(self, seq_id: int) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._runner.release(seq_id)

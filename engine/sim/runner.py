@@ -11,7 +11,7 @@ from typing import Protocol
 from engine.plan import StepPlan, StepResult
 from policies.cost import StepProfile
 
-COPY_BYTES_PER_SECOND = 4 * 1024**3  # a copy between two pools in one machine's memory; a PCIe link does more
+COPY_BYTES_PER_SECOND = 4 * 1024**3  # between two pools in one machine's memory; a PCIe link is faster
 
 
 class AdvancingClock(Protocol):
@@ -22,7 +22,7 @@ class AdvancingClock(Protocol):
 
 
 class PacedClock:
-    """Real monotonic time in which a simulated step passes by sleeping it."""
+    """Real monotonic time. A simulated step sleeps for as long as it takes."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
@@ -36,7 +36,7 @@ class PacedClock:
 
 
 class SimRunner:
-    """Takes the modelled time for each step and makes up tokens, the same for the same (seed, position)."""
+    """Takes the modelled time for each step and makes up tokens. The same seed and position give the same token."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class SimRunner:
         end_one_in: int = 0,
         block_copy_us: float = 0.0,
     ) -> None:
-        """Tokens come from `token_ids`. With `end_token_id`, about one token in `end_one_in` is that one instead.
+        """Tokens come from `token_ids`. About one token in `end_one_in` is `end_token_id` instead, if both are given.
 
-        Copies take `block_copy_us` for each block, and are done when their step is: the device stands still for them.
+        A copy takes `block_copy_us` for each block. It is over with its step, and the device stands still for it.
+        Raises ValueError when `token_ids` is empty.
         """
         if not token_ids:
             raise ValueError("the range of token ids is empty")
@@ -87,7 +88,10 @@ class SimRunner:
 
 
 def step_us(profile: StepProfile, plan: StepPlan) -> int:
-    """How long a plan takes by the profile: the fixed part once, each row's marginal part; at least 1."""
+    """How many microseconds a plan's rows take by the profile; at least 1.
+
+    That is the fixed part once, and each row's marginal part. Copies are not included.
+    """
     total = profile.fixed_us
     for row in plan.rows:
         if row.is_decode:

@@ -1,6 +1,7 @@
-"""What would this trace have done under that policy? The production core and scheduler on a virtual clock.
+"""Replays a trace under a policy, with the production core and scheduler on a virtual clock.
 
-The same trace, settings and profile give the same bytes; each policy's schedule is hashed, step by step, to show it.
+The same trace, settings and profile give the same report, byte for byte. Each policy's schedule is hashed step by step,
+so that two runs can be compared.
 """
 
 from collections import Counter
@@ -23,8 +24,8 @@ from policies.cost import StepProfile
 from policies.tiers import DEFAULT_TIERS, Tier
 
 DEFAULT_TIER = "silver"
-CONTEXT_LEN = 8192  # of SmolLM2-135M, as is the KV of a token in bfloat16
-KV_BYTES_PER_TOKEN = 23_040
+CONTEXT_LEN = 8192  # SmolLM2-135M's
+KV_BYTES_PER_TOKEN = 23_040  # SmolLM2-135M's in bfloat16
 _VOCAB_SIZE = 128
 
 
@@ -39,14 +40,14 @@ class _Memory:
 
 
 class HashingRunner:
-    """Passes plans on to a runner and keeps a digest of every schedule it saw, copies included."""
+    """Passes plans on to a runner, and keeps one digest of all plans it saw, copies included."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._digest = blake2b(digest_size=16)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan and add who ran, from where and how far, and whose blocks were copied."""
+        """Run the plan, and add to the digest each row's sequence, start and length, and each copy's sequence."""
         rows = ";".join(f"{row.seq_id},{row.start},{len(row.token_ids)}" for row in plan.rows)
         for name, copies in (("out", plan.copies_out), ("in", plan.copies_in)):
             if copies:
@@ -55,7 +56,7 @@ class HashingRunner:
         return self._runner.execute(plan)
 
     def release(self, seq_id: int) -> None:
-        """Pass on."""
+        """Pass the call on."""
         self._runner.release(seq_id)
 
     @property
@@ -69,9 +70,9 @@ class _Record:
 
     request: TraceRequest
     first_token_us: int | None = None
-    ended_us: int | None = None  # None: refused
-    refusal: str = ""  # why
-    output_tokens: int = 0  # fewer than it asked for: cut
+    ended_us: int | None = None  # None if the request was refused
+    refusal: str = ""  # why the request was refused
+    output_tokens: int = 0  # fewer than the request asked for if its output was cut
     num_promotions: int = 0
     longest_pause_us: int = 0
     num_preemptions: int = 0
@@ -113,14 +114,22 @@ def simulate(
     block_copy_us: float | None = None,
     context_len: int = CONTEXT_LEN,
 ) -> dict[str, Any]:
-    """Replay `trace` under each policy: {"trace": ..., "policies": [one report each, in the order given]}.
+    """Replay `trace` under each policy. Returns {"trace": ..., "policies": [a report for each, in the order given]}.
 
-    `team_tiers` maps team names to tier names; teams it lacks are silver. Without `num_device_blocks` and
-    `num_host_blocks` the KV pools are what `config` gives them of SmolLM2-135M's; how KV is taken back is
-    `config.memory_preemption`. A block's copy takes `block_copy_us`, or the time at COPY_BYTES_PER_SECOND. Times in
-    reports are seconds. Requests of which not one token of output fits are refused, others cut to what fits; both are
-    counted, with the reason. Raises ValueError for an unknown policy or tier, a tier given to a team the trace lacks,
-    or device memory that holds no block or not one request of the trace.
+    * `team_tiers` maps team names to tier names; a team that it lacks is silver.
+    * `num_device_blocks` and `num_host_blocks` are the sizes of the KV pools. By default they follow from the bytes in
+      `config` and the KV of SmolLM2-135M.
+    * `config.memory_preemption` says how blocks are taken from paused sequences.
+    * Copying a block takes `block_copy_us`; by default it runs at COPY_BYTES_PER_SECOND.
+
+    Times in reports are seconds. A request is refused if not even one token of output fits beside its prompt. The
+    output of any other request is cut to what fits. Both are counted, with the reason.
+
+    Raises ValueError for:
+
+    * an unknown policy or tier;
+    * a tier given to a team that the trace lacks;
+    * device memory that holds no block, or no request of the trace.
     """
     config = config or EngineConfig(kind="sim")
     block_bytes = config.block_size * KV_BYTES_PER_TOKEN
@@ -179,7 +188,7 @@ def _check_memory(trace: Sequence[TraceRequest], config: EngineConfig, memory: _
 
 
 def isolated_us(profile: StepProfile, config: EngineConfig, prompt_tokens: int, output_tokens: int) -> int:
-    """How long a request takes alone on an idle engine: what a slowdown is measured against."""
+    """How many microseconds a request takes alone on an idle engine. A slowdown is a request's time over this time."""
     total = start = 0
     chunk = config.prefill_chunk_tokens
     while start < prompt_tokens:
@@ -227,7 +236,7 @@ def _replay(
                 run.records[arrived].refusal = _why(refused, scheduler, context_len)
             arrived += 1
         if not core.has_work:
-            if arrived < len(trace):  # else the last ones were refused, and nothing is left
+            if arrived < len(trace):  # else the last requests were refused, and nothing is left to do
                 clock.advance_to(trace[arrived].at_us)
             continue
         done = core.step()
@@ -266,14 +275,14 @@ def _replay(
 
 
 def _room(scheduler: Scheduler, context_len: int) -> str:
-    """What bounds prompt and output of one request."""
+    """What bounds the prompt and the output of a request together, as text with the number of tokens."""
     if scheduler.memory.tokens_max < context_len:
         return f"the KV memory ({scheduler.memory.tokens_max} tokens)"
     return f"the model's context ({context_len} tokens)"
 
 
 def _why(refused: Refused, scheduler: Scheduler, context_len: int) -> str:
-    """One reason for all requests that were refused alike."""
+    """Why a request was refused, in the same words for all requests that were refused for the same reason."""
     if refused.code == "context_length_exceeded":
         return f"the prompt and one token of output are more than {_room(scheduler, context_len)}"
     return refused.message
@@ -368,7 +377,7 @@ def _figures(records: Sequence[_Record], config: EngineConfig, profile: StepProf
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, median and tail by nearest rank; None without values."""
+    """The mean, and the median and the tail by nearest rank: p50 of [1, 2, 3, 4] is 2. None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,8 +1,8 @@
 """Request traces: JSON lines of {"t": seconds, "team": name, "prompt_tokens": n, "output_tokens": n}.
 
-Other keys are ignored, so richer traces can be read too. Lines may come in any order; requests are replayed by time,
-ties in file order. A byte order mark is skipped, and a whole number may be written `374.0`, as pandas writes a column
-that once had a gap. Other shapes in which traces are published are refused with what to do about them.
+Other keys are ignored, so richer traces can be read too. Lines may come in any order. Requests are replayed by time;
+requests of the same time in file order. A byte order mark is skipped. A whole number may be written `374.0`, as pandas
+writes a column that once had a gap. A trace in another format is refused, with a message that says what to do.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Annotated
 import msgspec
 
 TOKENS_MAX = 10_000_000
-SECONDS_MAX = 1e9  # 31 years; seconds since 1970 are more
+SECONDS_MAX = 1e9  # 31 years: times given in seconds since 1970 are larger, and are refused
 LINE_BYTES_MAX = 1 << 20
 EXAMPLE = '{"t": 0.5, "team": "chat", "prompt_tokens": 20, "output_tokens": 5}'
 
 _UTF8_MARK = b"\xef\xbb\xbf"
-# How files begin that are no text: what they are, and what makes text of them.
+# By the first bytes of a file that is not UTF-8 text: its format, and what to do about it.
 _PACKED = {
     b"\x1f\x8b": ("gzip", "unpack it first, with gunzip"),
     b"BZh": ("bzip2", "unpack it first, with bunzip2"),
@@ -34,12 +34,12 @@ _PACKED = {
 
 
 class TraceError(ValueError):
-    """A trace cannot be used: the file, the line and what is wrong with it."""
+    """A trace cannot be used. The message names the file and the line, and says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. `at_us` counts from the trace's start."""
+    """One request of a trace. `at_us` is its time in microseconds from the trace's start."""
 
     at_us: int
     team: str
@@ -55,7 +55,11 @@ class _Line(msgspec.Struct):
 
 
 def parse_trace(lines: Iterable[str | bytes], name: str = "trace") -> list[TraceRequest]:
-    """Read and check a trace; blank lines are skipped. Raises TraceError naming the line, also for an empty trace."""
+    """Read and check a trace. Blank lines are skipped. The requests are returned in order of time.
+
+    Raises TraceError, with `name` and the line's number, for a line that is no request. A trace without requests raises
+    it too.
+    """
     decoder = msgspec.json.Decoder(_Line)
     requests: list[TraceRequest] = []
     for number, given in enumerate(lines, start=1):
@@ -77,7 +81,7 @@ def parse_trace(lines: Iterable[str | bytes], name: str = "trace") -> list[Trace
 
 
 def _begun(text: bytes) -> bytes:
-    """The first line without its byte order mark. Raises TraceError for the beginning of what is no UTF-8 text."""
+    """The first line without its byte order mark. Raises TraceError if it is the beginning of a known binary format."""
     for magic, (kind, cure) in _PACKED.items():
         if text.startswith(magic):
             raise TraceError(f"the file is {kind}, not text: {cure}")
@@ -85,7 +89,7 @@ def _begun(text: bytes) -> bytes:
 
 
 def _request(decoder: "msgspec.json.Decoder[_Line]", text: bytes) -> TraceRequest:
-    """Raises TraceError without file and line."""
+    """The request in one line. Raises TraceError, to which the caller adds the file and the line's number."""
     try:
         line = decoder.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -103,7 +107,7 @@ def _request(decoder: "msgspec.json.Decoder[_Line]", text: bytes) -> TraceReques
 
 
 def _cure(text: bytes) -> str:
-    """What to do about a line that is no request, as far as one can tell by looking at it; "" if one cannot."""
+    """What to do about a line that is no request, guessed from how it looks; "" without a guess."""
     begin = text.lstrip()[:1]
     if b"\x00" in text:
         return "the line has zero bytes: is the file UTF-16? Write it as UTF-8 first, with iconv -f UTF-16 -t UTF-8"
@@ -126,10 +130,10 @@ def _cure(text: bytes) -> str:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """`parse_trace` of a file. Raises TraceError when it cannot be read, too."""
+    """`parse_trace` of a file. Raises TraceError also when the file cannot be read."""
     try:
         with path.open("rb") as file:
-            # One byte more than is taken, so that a file without line ends is refused and not read whole.
+            # Read one byte more than is allowed, so that a file without line ends is refused before it is read whole.
             return parse_trace(iter(lambda: file.readline(LINE_BYTES_MAX + 1), b""), str(path))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error

@@ -23,8 +23,8 @@ from engine.config import EngineConfig
 from engine.memory.manager import MemoryManager, Place
 from engine.plan import Row, StepPlan, StepResult
 from engine.request import Request, Sequence
-from engine.step.pauses import Promises
-from engine.step.step_time import StepTimer, step_time
+from engine.step.pauses import Pauses
+from engine.step.step_time import StepTimer
 from engine.wire.messages import FinishReason, TokenEvent
 from policies.cost import StepProfile
 from policies.policy import Policy
@@ -72,7 +72,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         num_host_blocks: int = 0,
         block_copy_us: float = 0.0,
-        promises: Promises | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         self.policy = policy
         self._config = config
@@ -83,7 +83,7 @@ class Scheduler:
         self.memory = MemoryManager(
             config, policy, profile, self._sequences, num_device_blocks, num_host_blocks, block_copy_us
         )
-        self.promises = promises or Promises(None, 0)
+        self.pauses = pauses or Pauses(None, 0)
         self._timer = StepTimer(config, policy, profile)
         self._ran_last: list[Sequence] = []
         self._open: _Picked | None = None
@@ -112,7 +112,7 @@ class Scheduler:
     def configure(self, teams: Collection[TeamTerms], now_us: int) -> None:
         """Replace the table of teams."""
         self.policy.configure(teams, now_us)
-        self.promises.configure(teams)
+        self.pauses.configure(teams)
         self.memory.configure(teams)
 
     def add(self, request: Request, now_us: int) -> Sequence:
@@ -142,7 +142,6 @@ class Scheduler:
         sequence.last_us = request.arrival_us
         self._sequences[seq_id] = sequence
         self.memory.add(sequence)
-        self.promises.watch(sequence)
         return sequence
 
     def end(self, seq_id: int, reason: FinishReason, now_us: int) -> Sequence | None:
@@ -177,7 +176,6 @@ class Scheduler:
         memory = self.memory
         if not self._sequences and not memory.is_copying:
             return None
-        self.promises.look(now_us, len(self._sequences))
         copies = memory.prepare(self._ran_last, self._next_step_id, now_us)
         for sequence in copies.displaced:
             sequence.is_running = False
@@ -203,76 +201,78 @@ class Scheduler:
         return plan
 
     def _pick(self, now_us: int) -> _Picked:
-        """Let the policy pick, and take what fits."""
-        policy, promises, live = self.policy, self.promises, self._sequences
-        best, take, start, reach = policy.best, policy.take, self.memory.start, self.memory.reach
-        fixed_us, decode_marginal_us = self._profile.fixed_us, self._profile.decode_marginal_us
-        tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
+        """Let the policy pick: its best sequence gets a row, or is refused, which the memory tells the policy."""
+        policy, memory, live = self.policy, self.memory, self._sequences
         picked = _Picked([], [], [], [])
-        rows, sequences, works_us, marginals_us = picked.rows, picked.sequences, picked.works_us, picked.marginals_us
+        tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
+        for starving in policy.begin(now_us):
+            self.pauses.starve(live[starving.seq_id], starving.num_ahead)
         timer = self._timer
-        fixed_part_us = round(fixed_us) // max(1, len(self._ran_last))
-        policy.begin(now_us)
-        timer.begin(self._ran_last)
-        self.memory.begin()
+        timer.begin(self._ran_last, picked.rows, picked.sequences, picked.marginals_us)
+        memory.begin()
         while slots_left and tokens_left:
-            seq_id = best()
+            seq_id = policy.best()
             if seq_id is None:
                 break
             sequence = live[seq_id]
-            memory = sequence.memory
-            has_started = memory.place is not _DEVICE
-            output, start_at = sequence.output_token_ids, memory.num_computed
-            end = start_at + 1
-            if not output and start_at >= memory.replay_to and memory.place in _MAY_RUN:
-                end = self._chunk_end(sequence, tokens_left)
-                end = timer.prompt_end(sequence, end, rows, sequences, marginals_us, slots_left)
-                if end == start_at:
-                    policy.leave_prompts(sequence.request.team_id)
+            start, end = sequence.memory.num_computed, self._row_end(sequence, tokens_left)
+            if sequence.memory.place in _MAY_RUN:
+                end = timer.row_end(sequence, end)
+                if end == start:
                     continue
-            if has_started and not start(sequence):
+            is_newcomer = sequence.memory.place is not _DEVICE
+            if is_newcomer and not memory.start(sequence):
                 continue
-            if output and start_at >= memory.replay_to:
-                # Most rows decode, so theirs are made here: a call for each would cost a twentieth of the whole pick.
-                if not reach(sequence, start_at + 1):
-                    continue
-                marginal_us = decode_marginal_us(start_at + 1)
-                work_us = max(1, round(fixed_us + marginal_us))  # profile.decode_work_us
-                blocks, sampling = memory.table.blocks, sequence.request.sampling
-                row = Row(seq_id, True, start_at, (output[-1],), blocks, True, sampling, len(output))
-                tokens_left -= 1
-            else:
-                if start_at < memory.replay_to:
-                    end = self._chunk_end(sequence, tokens_left)
-                if not reach(sequence, end):
-                    continue
-                make_row = self._replay_row if start_at < memory.replay_to else self._chunk_row
-                row, work_us, marginal_us = make_row(sequence, end)
-                tokens_left -= end - start_at
-            if sequence.first_step_us is None:
-                sequence.first_step_us = now_us
-            take(seq_id, work_us, round(marginal_us) + fixed_part_us if work_us else 0)
-            pause_us = now_us - sequence.last_us
-            if not sequence.is_running or pause_us > sequence.pause.longest_us or sequence.pause.is_starving:
-                promises.over(sequence, pause_us)
-            works_us.append(work_us)
-            marginals_us.append(marginal_us)
-            sequences.append(sequence)
-            rows.append(row)
+            if not memory.reach(sequence, end):
+                continue
+            self._take(picked, sequence, end, now_us)
+            tokens_left -= end - start
             slots_left -= 1
-            if timer.is_open:
-                timer.took(row, sequence, marginal_us)
-            if has_started:
-                self.memory.started()
-        self._change_slots(sequences)
+            if is_newcomer:
+                memory.started()
+        self._change_slots(picked.sequences)
         return picked
 
-    def _chunk_end(self, sequence: Sequence, tokens_left: int) -> int:
-        """The token up to which a row of prompt or replay gets in this step: a multiple of the chunk, if it can be."""
+    def _take(self, picked: _Picked, sequence: Sequence, end: int, now_us: int) -> None:
+        """Give a sequence a row of this step, up to its token `end`."""
+        memory = sequence.memory
+        if memory.num_computed < memory.replay_to:
+            row, work_us, marginal_us = self._replay_row(sequence, end)
+        elif sequence.output_token_ids:
+            row, work_us, marginal_us = self._decode_row(sequence, end)
+        else:
+            row, work_us, marginal_us = self._chunk_row(sequence, end)
+        self.policy.take(sequence.seq_id, work_us, self._timer.cost_us(marginal_us) if work_us else 0)
+        if sequence.first_step_us is None:
+            sequence.first_step_us = now_us
+        pause_us = now_us - sequence.last_us
+        if not sequence.is_running or pause_us > sequence.pause.longest_us:
+            self.pauses.over(sequence, pause_us)
+        picked.rows.append(row)
+        picked.sequences.append(sequence)
+        picked.works_us.append(work_us)
+        picked.marginals_us.append(marginal_us)
+        self._timer.took(row, sequence, marginal_us)
+
+    def _row_end(self, sequence: Sequence, tokens_left: int) -> int:
+        """The token up to which a row gets in this step: one further for a decode row, else a multiple of the chunk if
+        that can be.
+        """
         memory, chunk = sequence.memory, self._chunk
-        start, replay_to, num_prompt = memory.num_computed, memory.replay_to, len(sequence.request.prompt_token_ids)
+        start, replay_to = memory.num_computed, memory.replay_to
+        if sequence.output_token_ids and start >= replay_to:
+            return start + 1
         end = min((start // chunk + 1) * chunk, start + tokens_left)
-        return min(end, replay_to) if start < replay_to else min(end, num_prompt)
+        return min(end, replay_to if start < replay_to else len(sequence.request.prompt_token_ids))
+
+    def _decode_row(self, sequence: Sequence, end: int) -> tuple[Row, int, float]:
+        """The newest token, which had no KV yet; its stand-alone work and its marginal cost, in microseconds."""
+        memory, output, profile = sequence.memory, sequence.output_token_ids, self._profile
+        marginal_us = profile.decode_marginal_us(end)
+        work_us = max(1, round(profile.fixed_us + marginal_us))  # profile.decode_work_us, without asking twice
+        start, blocks, sampling = memory.num_computed, memory.table.blocks, sequence.request.sampling
+        row = Row(sequence.seq_id, True, start, (output[-1],), blocks, True, sampling, len(output))
+        return row, work_us, marginal_us
 
     def _chunk_row(self, sequence: Sequence, end: int) -> tuple[Row, int, float]:
         """A chunk of the prompt, the last of which samples; its stand-alone work and its marginal cost, in
@@ -322,12 +322,10 @@ class Scheduler:
                     ending.append((sequence, reason))
             new_tokens.append(tokens)
             served.append(
-                Served(
-                    seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None, row.is_decode
-                )
+                Served(seq_id, work_us, charge_us, bool(sequence.output_token_ids), reason is not None, row.is_decode)
             )
         self.policy.settle(
-            served, now_us, booked.overheads, step_time(self._profile, plan.rows, step.marginals_us)
+            served, now_us, booked.overheads, self._timer.step_time(plan.rows, step.sequences, step.marginals_us)
         )
         level_of = self.policy.level
         events: list[TokenEvent] = []
@@ -355,8 +353,8 @@ class Scheduler:
         gained = [sequence for sequence in picked if not sequence.is_running]
         for sequence in gained:
             sequence.is_running = True
-        kept = {sequence.seq_id for sequence in picked}
-        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in kept]
+        picked_ids = {sequence.seq_id for sequence in picked}
+        lost = [s for s in self._ran_last if s.is_running and s.seq_id not in picked_ids]
         for sequence in lost:
             sequence.is_running = False
             sequence.num_preemptions += 1
@@ -379,7 +377,7 @@ class Scheduler:
         sequence.is_running = False
         sequence.finish_reason = reason
         sequence.ended_us = now_us
-        self.promises.over(sequence, now_us - sequence.last_us)
+        self.pauses.over(sequence, now_us - sequence.last_us)
         sequence.num_promotions = self.policy.num_promotions(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         self.policy.leave(sequence.seq_id, now_us)

@@ -1,6 +1,6 @@
 """Messages on a byte stream: 4 bytes of big-endian length, then one MessagePack document.
 
-Used by both ends of the socket. Nothing here does I/O; whoever owns the socket owns its errors.
+Both ends of the socket use this module. Nothing here does I/O: the owner of a socket also handles the socket's errors.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(ValueError):
-    """The peer does not speak this protocol: a frame too long, empty, or not a known message."""
+    """The peer does not speak this protocol: a frame is too long, is empty, or holds no known message."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One whole frame. Raises FrameError when it would be longer than MAX_FRAME_BYTES."""
+    """`message` as one whole frame. Raises FrameError when its body is longer than MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(body)} bytes is longer than a frame may be ({MAX_FRAME_BYTES})")
@@ -30,7 +30,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Cuts a byte stream into messages of one (union) type. Holds at most one unfinished frame and what came last."""
+    """Cuts a byte stream into messages of one type or union of types.
+
+    Holds at most one unfinished frame, and the bytes of the latest `feed`.
+    """
 
     def __init__(self, message_type: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
@@ -38,7 +41,7 @@ class FrameDecoder(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """The messages completed by `data`, in order. Raises FrameError; the stream is lost after that."""
+        """The messages that `data` completes, in order. Raises FrameError, after which the stream cannot be read on."""
         buffer = self._buffer
         buffer += data
         at = 0

@@ -1,8 +1,8 @@
 """The admin listener: teams, keys, tiers, quotas, reports, status and metrics, for operators and the CLI.
 
-Every path but /livez and /readyz needs `Authorization: Bearer <admin token>`, on loopback and for /metrics too; a call
-without it is refused before its body is read, and its connection is closed. Bodies are strict: an unknown field is
-refused with the nearest valid name. Errors are OpenAI's envelope.
+Every path but /livez and /readyz needs `Authorization: Bearer <admin token>`, on loopback too. A call without the token
+is refused before its body is read, and its connection is closed. Bodies are strict: the refusal of an unknown field
+names the nearest valid name. Errors have OpenAI's envelope.
 """
 
 import hmac
@@ -24,17 +24,17 @@ from gateway.refusals import LogRefusals
 from tenants.database import sqlite_path
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
-# A caller without the token may still send this long before it is told so: closing at once would lose it the answer.
+# How long a refused caller may go on sending its body. If we closed at once, the caller could lose the answer.
 LINGER_SECONDS = 1.0
 
 
 def render_metrics(registry: CollectorRegistry) -> bytes:
-    """A registry in Prometheus' text format, for `AdminState.metrics`."""
+    """The metrics of a registry in Prometheus' text format, for `AdminState.metrics`."""
     return generate_latest(registry)
 
 
 def admin_app(state: AdminState) -> Starlette:
-    """The admin API."""
+    """The ASGI app of the admin API on `state`."""
     admin = AdminCalls(state)
     of_reports = ReportCalls(state)
     v1 = "/admin/v1"
@@ -67,12 +67,15 @@ def admin_app(state: AdminState) -> Starlette:
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.store_path = sqlite_path(state.database.url)
-    app.router.redirect_slashes = False  # a redirect is no answer that a script understands
+    app.router.redirect_slashes = False  # scripts do not follow redirects
     return app
 
 
 class _RequireToken:
-    """Lets a call through only with the admin token; decides before routing, so unknown paths tell nothing."""
+    """Lets a call through only with the admin token.
+
+    It decides before routing, so a stranger cannot learn which paths exist.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """The admin API's calls: each reads its input, does one thing, and shows the result.
 
-Each write is one transaction with its audit row, and reloads the snapshot before it answers: the next request already
-sees it.
+A call that writes does so in one transaction, with the audit row. It reloads the snapshot before it answers, so the
+next request sees the change.
 """
 
 from collections.abc import Awaitable, Callable
@@ -20,6 +20,7 @@ from gateway.errors import BadRequest
 from gateway.listen.body import read_body
 from policies.tiers import Tier
 from tenants import audit, keys, teams, tiers
+from tenants.key_format import redact
 from tenants.reports.periods import parse_moment
 from tenants.teams import Team
 
@@ -30,11 +31,11 @@ ACTOR = "admin"
 Written = TypeVar("Written")
 
 
-READINESS = ("ready", "degraded", "reasons", "engine_failure", "simulated")  # of the status, in /readyz
+READINESS = ("ready", "degraded", "reasons", "engine_failure", "simulated")  # what /readyz shows of the status
 
 
 class AdminCalls:
-    """The handlers; each reads its input, does one thing, and shows the result."""
+    """The handlers of all calls but reports."""
 
     def __init__(self, state: AdminState) -> None:
         self._state = state
@@ -62,10 +63,11 @@ class AdminCalls:
 
     async def list_teams(self, request: Request) -> Response:
         query = query_of(request, "archived")
-        if query.get("archived", "false") not in ("true", "false"):
-            raise BadRequest("archived must be true or false.", param="archived")
+        archived = query.get("archived", "false")
+        if archived not in ("true", "false"):
+            raise BadRequest(f"archived must be true or false, not {redact(archived[:80])!r}.", param="archived")
         async with self._state.database.session() as connection:
-            found = await teams.list_teams(connection, with_archived=query.get("archived") == "true")
+            found = await teams.list_teams(connection, with_archived=archived == "true")
         pauses = self._pauses()
         return json_response(schema.list_record([self._team(team, pauses) for team in found]))
 
@@ -111,7 +113,7 @@ class AdminCalls:
     async def audit(self, request: Request) -> Response:
         text = query_of(request, "limit").get("limit", "100")
         if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 1000):
-            raise BadRequest("limit must be between 1 and 1000.", param="limit")
+            raise BadRequest(f"limit must be a whole number from 1 to 1000, not {redact(text[:80])!r}.", param="limit")
         async with self._state.database.session() as connection:
             return json_response(schema.list_record(await audit.latest(connection, int(text))))
 
@@ -189,7 +191,10 @@ class AdminCalls:
         return json_response(await self._write(revoke))
 
     async def _write(self, change: Callable[[AsyncConnection, int], Awaitable[Written]]) -> Written:
-        """One transaction, then the snapshot: nobody is told of a change that the next request would not see."""
+        """Run `change` in one write transaction, then reload the snapshot. Raises TenantError.
+
+        The reload comes before the answer, so a caller who is told of a change knows that the next request sees it.
+        """
         async with self._state.database.begin_immediate() as connection:
             written = await change(connection, self._state.now_us())
         await self._state.snapshot_holder.reload()

@@ -1,8 +1,8 @@
 """The admin API as the CLI calls it: over HTTP to the running server, or the same app in this process.
 
-Without a server a command that writes holds the data directory's lock itself while it runs, so there is one writer and
-one code path either way. A command that only reads opens the database read-only: it makes nothing, also where a
-directory's name was mistyped.
+Without a server, a command that writes holds the data directory's lock while it runs. So there is always one writer,
+and one code path. A command that only reads opens the database read-only and makes no file, even when the directory's
+name is mistyped.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 _EXIT_OF_STATUS = {400: EXIT_USAGE, 401: EXIT_DENIED, 403: EXIT_DENIED, 404: EXIT_NOT_FOUND, 409: EXIT_CONFLICT}
 _EXIT_OF_STATUS |= {413: EXIT_USAGE, 422: EXIT_USAGE, 503: EXIT_UNREACHABLE}
 TIMEOUT_SECONDS = 30.0
-# A server that has the lock publishes its addresses soon after, and a command has it for about a second.
+# How long to wait for the lock's holder: a server publishes its addresses soon, a command ends in about a second.
 LOCKED_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """Calls on the admin API. A refusal is a CommandError with the exit code of its status."""
+    """Makes calls on the admin API. A refusal becomes a CommandError with the exit code for its HTTP status."""
 
     http: "httpx.AsyncClient"
 
     async def call(
         self, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The JSON answer. Raises CommandError."""
+        """Make one call. Returns the JSON object of the answer; {} when the answer has no body. Raises CommandError."""
         import httpx
 
         try:
@@ -70,7 +70,10 @@ class AdminClient:
 
 @contextlib.asynccontextmanager
 async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
-    """The admin API of this data directory. Raises CommandError, DataDirLocked or DataDirUnusable."""
+    """The admin API of this data directory, for calls that write.
+
+    Raises CommandError, DataDirLocked, DataDirUnusable, SettingsError or TenantError.
+    """
     hold = lock.DataDirLock(data_dir)
     deadline = time.monotonic() + LOCKED_SECONDS
     while True:
@@ -95,7 +98,10 @@ async def open_admin(data_dir: Path) -> AsyncIterator[AdminClient]:
 
 @contextlib.asynccontextmanager
 async def open_admin_to_read(data_dir: Path) -> AsyncIterator[AdminClient]:
-    """The admin API for GET calls. Raises CommandError, DataDirUnusable or TenantError; makes and locks nothing."""
+    """The admin API of this data directory, for GET calls. Makes and locks nothing.
+
+    Raises CommandError, DataDirUnusable, SettingsError or TenantError.
+    """
     info = running_server(data_dir)
     if info is not None:
         async with _running_server(data_dir, info) as client:
@@ -103,13 +109,13 @@ async def open_admin_to_read(data_dir: Path) -> AsyncIterator[AdminClient]:
         return
     from gateway.store import reading_admin_state
 
-    token = secrets.token_urlsafe(32)  # this process alone asks
+    token = secrets.token_urlsafe(32)  # only this process uses the token
     async with reading_admin_state(load({"data_dir": data_dir}, os.environ), token) as state, _asked(state) as client:
         yield client
 
 
 def running_server(data_dir: Path) -> dict[str, Any] | None:
-    """Where the server of this data directory listens and its process id; None when none does."""
+    """Addresses and process id of the server of this data directory; None when no server runs."""
     info = lock.read_server_info(data_dir)
     return info if info is not None and lock.is_held(data_dir / "lock") else None
 
@@ -152,7 +158,10 @@ async def _asked(state: "AdminState") -> AsyncIterator[AdminClient]:
 def call(
     data_dir: Path, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One call, start to end, for a command. A GET makes nothing."""
+    """Make one call for a command, and return the JSON object of the answer. A GET makes no file.
+
+    Raises what `open_admin` and `AdminClient.call` raise.
+    """
     opened = open_admin_to_read if method == "GET" else open_admin
 
     async def once() -> dict[str, Any]:

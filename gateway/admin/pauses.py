@@ -1,8 +1,11 @@
 """The maximum pause of each team's requests (I8 of `docs/scheduling.md`), as the admin listener shows it. Pure.
 
-It is the longest time before a step that a request can be kept from running, from the constants that the connected
-engine greeted with and the present table of teams: once with the queue at its bound (the team's own `concurrent` limit,
-or what the engine takes in at all) and once with nobody of the team before it. It bounds a pause, not the whole answer.
+The maximum pause is the longest time that a request can wait for its next step. It bounds one pause, not the whole
+answer. It is computed from the constants in the connected engine's greeting and from the present table of teams, for
+two lengths of the team's queue:
+
+- full: as many requests as the team's `concurrent` limit allows, or as the engine takes in at all;
+- empty: no other request of the team waits before this request.
 """
 
 from collections.abc import Iterable
@@ -12,7 +15,7 @@ from engine.wire.messages import Hello
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
-from tenants.snapshot import TeamEntry
+from tenants.snapshot import KnownTeam
 
 NO_ENGINE = "no engine is connected"
 NO_TEAM = "no team has this tier"
@@ -22,15 +25,18 @@ NO_PROMOTION = "promotion is off: engine.promotion_percent is 0"
 
 @dataclass(frozen=True, slots=True)
 class MaxPause:
-    """One maximum pause. Times are microseconds; both are None when `reason` says why there is none."""
+    """The maximum pause with a full and with an empty queue, in microseconds.
 
-    queue: int | None  # requests of the team at once that `full_us` holds for
+    Both are None when there is no maximum; `reason` then says why.
+    """
+
+    queue: int | None  # how many requests of the team at once `full_us` holds for
     full_us: int | None = None
     empty_us: int | None = None
     reason: str | None = None
 
     def describe(self) -> dict[str, float | int | str | None]:
-        """As shown; seconds."""
+        """As JSON shows it, with times in seconds."""
         return {
             "max_pause_empty_queue_seconds": None if self.empty_us is None else self.empty_us / 1e6,
             "max_pause_seconds": None if self.full_us is None else self.full_us / 1e6,
@@ -42,14 +48,14 @@ class MaxPause:
 class MaxPauses:
     """The maximum pauses under one engine and one table of teams."""
 
-    def __init__(self, hello: Hello | None, teams: Iterable[TeamEntry]) -> None:
+    def __init__(self, hello: Hello | None, teams: Iterable[KnownTeam]) -> None:
         self._hello = hello
         self._teams = {team.team_id: team for team in teams}
         self._table = [team.tier.terms(team.team_id) for team in self._teams.values()]
-        self._known: dict[tuple[str, int], MaxPause] = {}  # teams of one tier and one queue have the same
+        self._known: dict[tuple[str, int], MaxPause] = {}  # teams with the same tier and queue have the same pause
 
     def of_team(self, team_id: int) -> MaxPause:
-        """One team's. A team that is not in the table (archived) has none."""
+        """The maximum pause of one team. An archived team, which is not in the table, has none."""
         team = self._teams.get(team_id)
         if self._hello is None or team is None:
             return MaxPause(None, reason=NO_ENGINE if self._hello is None else "the team is archived")
@@ -62,7 +68,7 @@ class MaxPauses:
         return self._known[key]
 
     def of_tier(self, name: str) -> MaxPause:
-        """The longest of the tier's teams."""
+        """The longest maximum pause among the tier's teams."""
         pauses = [self.of_team(team.team_id) for team in self._teams.values() if team.tier.name == name]
         if not pauses:
             return MaxPause(None, reason=NO_ENGINE if self._hello is None else NO_TEAM)

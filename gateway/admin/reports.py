@@ -1,4 +1,7 @@
-"""The admin API's reports: usage as JSON or CSV, fairness as JSON. Read from the database, after the ledger's flush."""
+"""The admin API's reports: usage as JSON or CSV, fairness as JSON.
+
+The ledger is flushed before the database is read.
+"""
 
 import asyncio
 import contextlib
@@ -15,6 +18,7 @@ from gateway.admin.state import AdminState, query_of
 from gateway.errors import BadRequest
 from gateway.reports.csv_export import write_usage_csv
 from tenants import reports, teams
+from tenants.key_format import redact
 from tenants.reports.periods import DEFAULT_TIME_ZONE, Period, parse_period
 
 FLUSH_TIMEOUT_SECONDS = 2.0
@@ -31,7 +35,8 @@ class ReportCalls:
         period = self._period(query)
         answer_format = query.get("format", "json")
         if answer_format not in ("json", "csv"):
-            raise BadRequest("format must be json or csv.", code="invalid_value", param="format")
+            shown = redact(answer_format[:80])
+            raise BadRequest(f"format must be json or csv, not {shown!r}.", code="invalid_value", param="format")
         by = [name for name in query.get("by", "team").split(",") if name]
         await self._flush()
         async with self._state.database.session() as connection:
@@ -53,13 +58,16 @@ class ReportCalls:
 
     async def _flush(self) -> None:
         if self._state.flush is not None:
-            with contextlib.suppress(TimeoutError):  # the database is slow or away; the query will say
+            with contextlib.suppress(TimeoutError):  # the database is slow or away; if it is away, the query raises
                 async with asyncio.timeout(FLUSH_TIMEOUT_SECONDS):
                     await self._state.flush()
 
 
 def _usage_csv(report: dict[str, Any]) -> Response:
-    """The report's lines, without the total, so that a column may be summed; of a report by nothing the one total."""
+    """The report's lines as CSV.
+
+    The total is left out, so that a column can be summed; a report without dimensions is only the total.
+    """
     text = io.StringIO(newline="")
     write_usage_csv(text, report)
     headers = {"x-request-id": uuid4().hex, "cache-control": "no-store"}

@@ -1,4 +1,4 @@
-"""The admin API's bodies: what it takes, strictly, and what it shows. Pure."""
+"""The bodies that the admin API takes, and the records that it shows. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from tenants.key_format import redact
 from tenants.keys import ApiKey
 from tenants.teams import Team
 
-FIELDS_MAX = 64  # of one body; more are refused
+FIELDS_MAX = 64  # in one body; a body with more is refused
 
 
 class TeamCreate(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class TeamCreate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeamUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """PATCH /admin/v1/teams/{name}: what is given changes."""
+    """PATCH /admin/v1/teams/{name}. Fields that are not given stay as they are."""
 
     tier: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
@@ -35,14 +35,14 @@ class TeamUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyCreate(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /admin/v1/teams/{name}/keys. Nobody chooses a key: there is no field for one."""
+    """POST /admin/v1/teams/{name}/keys. There is no field for the key itself, because a caller cannot choose it."""
 
     name: str = "default"
     expires_at: str | None = None
 
 
 class TierUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """PATCH /admin/v1/tiers/{name}: what is given changes."""
+    """PATCH /admin/v1/tiers/{name}. Fields that are not given stay as they are."""
 
     weight: int | UnsetType = UNSET
     start_level: int | UnsetType = UNSET
@@ -52,16 +52,16 @@ class TierUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmptyBody(msgspec.Struct, frozen=True):
-    """POST /admin/v1/keys/{id}/revoke."""
+    """POST /admin/v1/keys/{id}/revoke. The body has no fields."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; nothing at all is an empty one. Whole numbers are ints, however they are written.
+    """The fields of a body. An empty body is an empty object, and a whole number is an int, even if written as 8.0.
 
-    Raises BadRequest, with the field's name as `param` where one field is at fault.
+    Raises BadRequest; its `param` names the field, if a single field is wrong.
     """
     body = without_mark(body)
     if not body.strip():
@@ -78,18 +78,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def _value(name: str, raw: msgspec.Raw, body: bytes) -> Any:
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.ValidationError as error:  # it is JSON, but a number beyond all floats
+    except msgspec.ValidationError as error:  # the value is JSON, but a number beyond all floats
         shown = redact(name[:80])
         raise BadRequest(f"{shown}: {str(error).partition(' - at ')[0]}.", code="invalid_value", param=shown) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise not_json(body, error) from None
-    # 8.0 is 8 here too; 8.5, and a float that is not exact, are refused by whoever reads the field.
+    # 8.0 counts as 8. The reader of the field refuses 8.5, and a float that may not be exact.
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= FLOAT_EXACT_MAX
     return int(value) if is_whole else value
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """A strict body. Raises BadRequest with `param` for an unknown field (naming the nearest) or a wrong type."""
+    """The body as a `kind`. Raises BadRequest, with `param`, for an unknown field or a wrong type."""
     document = decode_object(body)
     check_names(document, kind.__struct_fields__, "field")
     try:
@@ -101,7 +101,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 
 def check_names(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    """Raises BadRequest for the first name that is not known, with the nearest that is."""
+    """Raises BadRequest for the first given name that is not in `known`. The message names the nearest known name."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -114,7 +114,7 @@ def check_names(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> 
 
 
 def changes_of(body: msgspec.Struct) -> dict[str, Any]:
-    """What a PATCH body sets. Raises BadRequest when that is nothing."""
+    """The fields that a PATCH body sets. Raises BadRequest when it sets none."""
     changes = {name: getattr(body, name) for name in body.__struct_fields__ if getattr(body, name) is not UNSET}
     if not changes:
         raise BadRequest(
@@ -124,7 +124,7 @@ def changes_of(body: msgspec.Struct) -> dict[str, Any]:
 
 
 def team_record(team: Team) -> dict[str, Any]:
-    """A team as shown."""
+    """A team as the API shows it."""
     return {
         "object": "team",
         "id": team.team_id,
@@ -138,12 +138,12 @@ def team_record(team: Team) -> dict[str, Any]:
 
 
 def quota_record(team: Team) -> dict[str, Any]:
-    """A team's limits as shown: null is unlimited, 0 is none."""
+    """A team's limits as the API shows them. null means no limit, 0 means that nothing is allowed."""
     return {"object": "quota", "team": team.name, "limits": asdict(team.limits)}
 
 
 def key_record(key: ApiKey, now_us: int) -> dict[str, Any]:
-    """A key as shown: never its secret, nor the hash of it."""
+    """A key as the API shows it, without its secret and without the secret's hash."""
     status = "active"
     if key.revoked_at_us is not None:
         status = "revoked"
@@ -165,10 +165,10 @@ def key_record(key: ApiKey, now_us: int) -> dict[str, Any]:
 
 
 def tier_record(tier: Tier) -> dict[str, Any]:
-    """A tier as shown."""
+    """A tier as the API shows it."""
     return {"object": "tier", **asdict(tier)}
 
 
 def list_record(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """A list as shown."""
+    """A list of records as the API shows it."""
     return {"object": "list", "data": records}

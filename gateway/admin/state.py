@@ -1,4 +1,4 @@
-"""What the admin API stands on, handed to its calls as one value, and what they all read of a request."""
+"""The parts that the admin API is built on, as one value for all its calls, and how calls read a query."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ def _no_hello() -> Hello | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminState:
-    """What the admin app stands on.
+    """The parts that the admin app is built on. Raises ValueError when `token` is too short.
 
-    `status` returns one JSON-able mapping with at least `ready` (bool); `/readyz` shows `ready`, `degraded` and
-    `reasons` of it. `flush` waits until the ledger's closed rows are in SQL, so a report sees the request before it.
+    `status` returns one JSON-able mapping with at least `ready` (bool); `/readyz` shows a part of it. `flush` waits
+    until the ledger's closed rows are in SQL, so that a report contains the requests that ended before it.
     """
 
     token: str
@@ -39,10 +39,10 @@ class AdminState:
     status: Callable[[], Mapping[str, Any]] = _no_server
     metrics: Callable[[], bytes] = bytes  # nothing
     flush: Callable[[], Awaitable[None]] | None = None
-    settings: Sequence[Mapping[str, Any]] = ()  # the running server's, as `config show` prints them
-    hello: Callable[[], Hello | None] = _no_hello  # of the connected engine: maximum pauses follow from it
+    settings: Sequence[Mapping[str, Any]] = ()  # settings of the running server, as `config show` prints them
+    hello: Callable[[], Hello | None] = _no_hello  # the connected engine's greeting, for maximum pauses
     now_us: Callable[[], int] = wall_clock_us
-    refusals: RefusalLog | None = None  # logs what is refused
+    refusals: RefusalLog | None = None  # logs refused calls
 
     def __post_init__(self) -> None:
         if len(self.token) < TOKEN_LEN_MIN:
@@ -53,10 +53,12 @@ class AdminState:
 
 
 def query_of(request: Request, *known: str) -> dict[str, str]:
-    """The query's parameters. Raises BadRequest for one that is unknown or given twice."""
+    """The query's parameters. Raises BadRequest for a parameter that is not in `known` or is given twice."""
     pairs = request.query_params.multi_items()
     found = dict(pairs)
     schema.check_names(found, known, "parameter")
     if len(found) != len(pairs):
-        raise BadRequest("A query parameter is given twice.", code="invalid_value")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRequest(f"The query parameter {twice} is given twice; give it once.", code="invalid_value")
     return found

@@ -18,7 +18,7 @@ quota_app = typer.Typer(help="Limits of teams.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 Team = Annotated[str, typer.Argument(metavar="TEAM")]
 Number = str | None
-_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # team and tier names, public ids
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # team names, tier names and public ids
 _TIER_COLUMNS = ["name", "weight", "start_level", "starving_after_ms", "promotion_burst_grants", "max_queue_seconds"]
 _EMPTY, _FULL, _NONE = "max_pause_with_an_empty_queue", "max_pause_with_a_full_queue", "no_max_pause"
 _TIER_COLUMNS += [_EMPTY, _FULL]
@@ -46,7 +46,8 @@ def _show_list(answer: dict[str, Any], as_json: bool, title: str) -> None:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """For people: nested limits as columns of their own (no limit is `unlimited`), maximum pauses with their units."""
+    """A record for people: each limit as a column of its own (no limit is `unlimited`), maximum pauses with their
+    units."""
     from gateway.reports.format import count, seconds
 
     flat: dict[str, Any] = {}
@@ -66,9 +67,10 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _path(base: str, *parts: str) -> str:
-    """A path of the admin API. What is no name would be another path ('.', '', 'a/b'), so nothing is called that.
+    """A path of the admin API.
 
-    Raises CommandError.
+    Raises CommandError for a part that cannot be a name. Parts such as '.', '' and 'a/b' would lead to another path, so
+    the error says that nothing has this name.
     """
     for part in parts:
         if not _SEGMENT.fullmatch(part):
@@ -94,7 +96,7 @@ def team_list(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """All teams that are not archived."""
+    """All teams that are not archived; with --archived, all teams."""
     with reporting(as_json):
         answer = _call(data_dir, "GET", TEAMS, params={"archived": "true"})
         live = [team for team in answer["data"] if team["archived_at"] is None]
@@ -267,7 +269,10 @@ def quota_set(
 
 
 def _whole(name: str, text: str, what: str = "") -> int:
-    """A whole number in plain digits (the server knows the range); 1e400, 10,000 and NaN raise CommandError."""
+    """`text` as a whole number from 0 up. The server checks the upper bound. `what` ends the error's text.
+
+    Raises CommandError for any other text, such as 1e400, 10,000 and NaN.
+    """
     if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
         raise CommandError(f"{name}: {text!r} is not a whole number{what}", EXIT_USAGE, "invalid_value")
     if int(text) < 0:

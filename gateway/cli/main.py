@@ -1,6 +1,6 @@
-"""The `terazi` command: the server's own commands here, teams and reports in `cli_admin` and `cli_reports`.
+"""The `terazi` command: the server's own commands. `gateway.cli.admin` and `gateway.cli.reports` have the others.
 
-Nothing heavy is imported before a command needs it: `terazi --help` must stay cheap.
+A command imports heavy modules only when it runs, so that `terazi --help` stays fast.
 """
 
 import os
@@ -113,7 +113,7 @@ def serve(
     quickstart: Annotated[bool, typer.Option("--quickstart", help="Make team demo and print a curl line.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve the OpenAI routes, with an engine of its own. Ends with 0 after SIGTERM and a drain."""
+    """Serve the OpenAI routes, with an engine of its own or that of --engine-socket. Ends with 0 after SIGTERM."""
     with reporting(as_json):
         settings = _settings(
             config,
@@ -151,7 +151,7 @@ def engine_command(
     engine: Engine = None,
     as_json: Json = False,
 ) -> None:
-    """Run an engine alone; it outlives the gateways that connect to it. Ignores SIGINT and SIGTERM."""
+    """Run an engine by itself. It outlives the gateways that connect to it, and ignores SIGINT and SIGTERM."""
     with reporting(as_json):
         settings = _settings(
             config,
@@ -187,7 +187,7 @@ def demo(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Play a multi-team trace under FCFS and under EG-MLFQ, and write a fairness report."""
+    """Play a trace of several teams under FCFS and under EG-MLFQ, and write a fairness report of the latter."""
     with reporting(as_json):
         from gateway.demo.run import KV_MEMORY, run_demo
 
@@ -244,7 +244,7 @@ def simulate(
 ) -> None:
     """Play a trace through the production scheduler on a virtual clock. Same inputs, same bytes out."""
     with reporting(as_json):
-        del data_dir  # every command takes it; this one touches no store
+        del data_dir  # every command has this option, but `simulate` touches no store
         policies = policy or ["eg-mlfq", "fcfs"]
         limits = {
             "max_batch_size": max_batch_size,
@@ -259,7 +259,7 @@ def simulate(
 
 @config_app.command("show")
 def config_show(config: ConfigFile = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Every setting, its value and its source: the running server's, else (or with --config) those of a next start."""
+    """Every setting with value and source: of the running server; without one, or with --config, of a next start."""
     with reporting(as_json):
         from gateway.admin.client import call, running_server
         from gateway.settings.values import as_rows, setting, shown
@@ -267,7 +267,7 @@ def config_show(config: ConfigFile = None, data_dir: DataDir = None, as_json: Js
         settings = _settings(config, data_dir=data_dir)
         server = None if config else running_server(settings.data_dir)
         answer = call(settings.data_dir, "GET", "/admin/v1/settings") if server else {"settings": as_rows(settings)}
-        rows = answer["settings"] or as_rows(settings)  # none when the server has ended meanwhile
+        rows = answer["settings"] or as_rows(settings)  # empty when the server has ended meanwhile
         if as_json:
             print_json({"settings": rows, "server": server})
         else:
@@ -294,7 +294,7 @@ def db_upgrade(data_dir: DataDir = None, store_url: StoreUrl = None, as_json: Js
 
 @model_app.command("show")
 def model_show(model: Model = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Name, directory and SHA-256 of the model, converted to the cache if it was not there yet."""
+    """Name, directory and SHA-256 of the model. It is converted into the cache if it is not there yet."""
     with reporting(as_json):
         from engine.models.store import ModelStoreError, prepare
 
@@ -324,7 +324,7 @@ def main() -> None:
     try:
         code = _run(sys.argv[1:])
     except SystemExit as end:
-        # Typer makes 1 of a reader who has enough (`terazi --help | head`).
+        # When the reader has left (`terazi --help | head`), Typer ends with 1. That is no error.
         code = 0 if isinstance(end.__context__, BrokenPipeError) else end.code
     except OSError as error:
         standard_files.give_up(sys.stdout)
@@ -342,7 +342,7 @@ def _unwritable(error: OSError) -> int:
 
 
 def _run(arguments: list[str]) -> Any:
-    """The exit code of one command."""
+    """Run one command. Returns its exit code, or None for 0."""
     as_json = "--json" in arguments or "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
     try:
         for argument in arguments:
@@ -356,8 +356,8 @@ def _run(arguments: list[str]) -> Any:
     except typer.TyperException as error:
         from tenants.store_url import scrubbed
 
-        usage = cast(typer.BadParameter, error)  # all are usage errors, whose base has no public name
-        usage.message = scrubbed(usage.message)  # it repeats an argument, which may be a store URL in the wrong place
+        usage = cast(typer.BadParameter, error)  # all of them are usage errors, whose base class has no public name
+        usage.message = scrubbed(usage.message)  # the text repeats an argument, which may be a misplaced store URL
         if as_json:
             print_json(error_document("usage", usage.format_message()))
         usage.show()

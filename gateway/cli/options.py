@@ -8,9 +8,12 @@ import typer
 
 
 def _directory(text: str) -> Path:
-    """`--data-dir "$UNSET"` must not mean the directory one happens to stand in."""
+    """The directory.
+
+    Raises BadParameter for an empty text: `--data-dir "$UNSET"` must not mean the working directory.
+    """
     if not text.strip():
-        raise typer.BadParameter("it is empty")
+        raise typer.BadParameter("it is empty; give a directory")
     return Path(text)
 
 
@@ -24,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def data_dir_of(option: Path | None) -> Path:
-    """The data directory: flag, TERAZI_DATA_DIR or the default. Raises SettingsError."""
+    """The data directory: the option, else TERAZI_DATA_DIR, else the default. Raises SettingsError."""
     from gateway.settings.values import load
 
     return load({"data_dir": option}, os.environ).data_dir

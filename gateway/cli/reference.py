@@ -1,7 +1,8 @@
-"""The tables of docs/reference.md, drawn from the code: `python -m gateway.cli.reference docs/reference.md` rewrites
-them.
+"""The tables of docs/reference.md and docs/metrics.md, drawn from the code: `python -m gateway.cli.reference PAGE`
+rewrites those of a page.
 
-A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test compares what stands there with what is drawn here.
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`. A test compares the tables in the file with those drawn
+here.
 """
 
 import sys
@@ -13,10 +14,11 @@ from gateway.openai.request_fields import HARMLESS, UNSERVED, accepted_values
 from gateway.openai.wire import served_fields
 from gateway.outputs import write_output
 from gateway.settings.values import SETTINGS, shown
+from policies.team_counters import POLICY_COUNTERS, TEAM_COUNTERS, Over
 
 
 def settings_table() -> str:
-    """Every setting."""
+    """The table of all settings."""
     lines = ["| setting | YAML | flag | environment | default | unit or values | what it does |"]
     lines.append("|---|---|---|---|---|---|---|")
     for row in SETTINGS:
@@ -28,7 +30,7 @@ def settings_table() -> str:
 
 
 def commands_table() -> str:
-    """Every command with its arguments and options."""
+    """The table of all commands, with their arguments and options."""
     lines = ["| command | arguments and options | what it does |", "|---|---|---|"]
     for name, command in walk_commands():
         options = " ".join(_parameter(parameter) for parameter in command.params if parameter.name != "help")
@@ -38,7 +40,7 @@ def commands_table() -> str:
 
 
 def walk_commands() -> Iterator[tuple[str, Any]]:
-    """(name, command) of every command of the CLI, groups left out."""
+    """(name, command) of every command of the CLI. Groups of commands are left out."""
     from typer.main import get_command
 
     from gateway.cli.main import app
@@ -55,7 +57,7 @@ def walk_commands() -> Iterator[tuple[str, Any]]:
 
 
 def request_fields_table() -> str:
-    """Every field of a completion request that is known, by what becomes of it."""
+    """The table of all known fields of a completion request, by what the server does with them."""
     lines = ["| field | what becomes of it |", "|---|---|"]
     chat, text = served_fields("/v1/chat/completions"), served_fields("/v1/completions")
     both = [name for name in chat if name in text]
@@ -70,7 +72,7 @@ def request_fields_table() -> str:
 
 
 def _by_accepted_values() -> dict[str, list[str]]:
-    """Names of the refused fields by the values that are accepted all the same."""
+    """The names of the refused fields, by the values that are accepted nevertheless."""
     groups: dict[str, list[str]] = {}
     for row in UNSERVED:
         values = ", ".join(_code(value) for value in accepted_values(row)) + (
@@ -84,11 +86,31 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-TABLES = {"settings": settings_table, "commands": commands_table, "request fields": request_fields_table}
+def team_counters_table() -> str:
+    """Every declared team counter, and where it is shown."""
+    lines = [
+        "| counted by | counter | over time | metric | in the fairness report | what |",
+        "|---|---|---|---|---|---|",
+    ]
+    for counter in TEAM_COUNTERS:
+        owner = "policy" if counter in POLICY_COUNTERS else "engine"
+        suffix = "_total" if counter.over is Over.SUM else ""
+        metric = _code(f"{counter.metric}{suffix}" if counter.metric else "")
+        cells = [owner, _code(counter.name), counter.over.value, metric, _code(counter.report or ""), counter.text]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "settings": settings_table,
+    "commands": commands_table,
+    "request fields": request_fields_table,
+    "team counters": team_counters_table,
+}
 
 
 def rewrite(text: str) -> str:
-    """The document with its tables drawn anew."""
+    """The document `text` with its tables drawn anew."""
     for name, draw in TABLES.items():
         before, start, rest = text.partition(f"<!-- {name} -->")
         _, end, after = rest.partition(f"<!-- /{name} -->")

@@ -6,7 +6,7 @@ from typing import Any
 from gateway.command import cell, print_json, print_table
 from gateway.reports.format import missing_samples, simulated_note, team_name, why_unbound
 
-_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown", "refused"]  # shown where there were any
+_UNHAPPY = ["client_closed", "timeout", "error", "lost", "shutdown", "refused"]  # shown only if such requests exist
 _COSTS = ["preemptions", "swaps", "recomputes", "promotions"]
 _USAGE_COLUMNS = ["prompt_tokens", "output_tokens", "device_seconds"]
 _USAGE_TIMES = ["ttft_p50_seconds", "ttft_p95_seconds", "jct_p50_seconds", "jct_p95_seconds"]
@@ -14,12 +14,12 @@ Report = Mapping[str, Any]
 
 
 def write_json(report: Report) -> None:
-    """One document with every key."""
+    """Print the report as one JSON document, with every key."""
     print_json(report)
 
 
 def write_usage(report: Report) -> None:
-    """The lines, then the total. Columns of endings and costs that nobody had are left out."""
+    """Print the report's lines, then the total. A column for endings or costs is left out when its total is 0."""
     dimensions, total = report["by"], report["total"]
     title = _title("usage", report)
     if not any(total[name] for name in ("requests", *_UNHAPPY)):
@@ -46,7 +46,7 @@ def write_usage(report: Report) -> None:
 
 
 def write_fairness(report: Report) -> None:
-    """One short table for each question the page answers."""
+    """Print one short table for each question that the HTML report answers."""
     print(_title("fairness", report))
     for note in missing_samples(report):
         print(f"note: {note}")
@@ -82,7 +82,7 @@ def write_fairness(report: Report) -> None:
 
 
 def verdict(measured: float | None, bound: float | None) -> str:
-    """ok, VIOLATED, or that there is no bound."""
+    """`VIOLATED` above the bound, `ok` within it, `no bound` without a measurement or a bound."""
     if measured is None or not bound:
         return "no bound"
     return "VIOLATED" if measured > bound else "ok"

@@ -1,4 +1,4 @@
-"""`terazi usage|fairness|simulate`: read the database or a trace, change nothing."""
+"""`terazi usage|fairness|simulate`: these commands read the database or a trace, and change nothing."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ fairness_app = typer.Typer(help="What teams got of what they were entitled to.",
 
 
 def _choice(*allowed: str) -> Any:
-    """A parser of --format."""
+    """A parser for `--format`."""
 
     def parse(text: str) -> str:
         if text not in allowed:
@@ -39,7 +39,7 @@ Zone = Annotated[
 
 def _out_name(text: str) -> str:
     if not text.strip():
-        raise typer.BadParameter("it is empty")
+        raise typer.BadParameter("it is empty; give a file's name, or - for stdout")
     return text
 
 
@@ -134,9 +134,9 @@ def fairness_report(
 
 
 def _emit(out: str | None, write: Callable[[], None]) -> None:
-    """Run `write`, which prints: to standard output, or into what `out` names (`gateway.outputs`).
+    """Run `write`, which prints. What it prints goes to standard output, or into what `out` names (`gateway.outputs`).
 
-    Raises CommandError.
+    Raises CommandError when `out` cannot be written.
     """
     if out is None or out == STANDARD_OUTPUT:
         write()
@@ -155,9 +155,9 @@ def simulate(
     limits: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
-    """Body of `terazi simulate`; `limits` are settings as text, None for the default (of `coast`: TERAZI_COAST first).
+    """The body of `terazi simulate`. `limits` are settings as text; None stands for the default.
 
-    Raises CommandError or SettingsError.
+    For `coast`, None stands for TERAZI_COAST if that is set. Raises CommandError or SettingsError.
     """
     from engine.config import EngineConfig
     from engine.sim.parts import fixed_profile
@@ -167,9 +167,9 @@ def simulate(
 
     tiers: dict[str, str] = {}
     for pair in team_tiers:
-        team, separator, tier = pair.rpartition("=")  # a tier's name has no "="; a team's may
+        team, separator, tier = pair.rpartition("=")  # a tier's name has no "=", but a team's may have
         if not separator or not team or not tier:
-            raise CommandError(f"--tier {pair!r} is not TEAM=TIER", EXIT_USAGE, "usage")
+            raise CommandError(f"--tier {pair!r} is not TEAM=TIER, such as search=gold", EXIT_USAGE, "usage")
         tiers[team] = tier
     sizes = {
         name: setting(name).default if text is None else parse_text(setting(name), text, _option(name))
@@ -237,7 +237,7 @@ def _simulated_rows(policy: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _total_name(teams: Sequence[str]) -> str:
-    """What the total is called beside these teams: a trace may name a team as it likes, even TOTAL."""
+    """A name for the total that no team has. A trace may name a team as it likes, even TOTAL."""
     name = "TOTAL"
     while name in teams:
         name += " of all"

@@ -1,4 +1,4 @@
-"""One trace under one policy against a real server: what the demo and the policy benchmark have in common."""
+"""Plays one trace under one policy against a real server. The demo and the policy benchmark share this."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ LEDGER_FIGURES = ("preemptions", "swaps", "recomputes", "promotions", "device_se
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What both runs of a comparison share."""
+    """The options that all runs of a comparison share. Sizes are texts, as the flags of `terazi serve` take them."""
 
     data_root: Path
     engine: str
@@ -33,11 +33,11 @@ class RunOptions:
     max_batch_size: str
     vocab_size: int
     question: str = ""
-    weights: Mapping[str, int] = field(default_factory=dict)  # of tiers; those not named keep their default
+    weights: Mapping[str, int] = field(default_factory=dict)  # by tier; other tiers keep their default
     kv_memory: str = ""  # as --kv-memory; "" is the server's default
     host_kv_memory: str = ""
     max_batch_tokens: str = ""
-    team_tiers: Mapping[str, str] = field(default_factory=lambda: TEAM_TIERS)  # others are silver
+    team_tiers: Mapping[str, str] = field(default_factory=lambda: TEAM_TIERS)  # other teams are silver
 
     def tier_of(self, team: str) -> str:
         """The tier of a team of the trace."""
@@ -45,7 +45,8 @@ class RunOptions:
 
 
 async def _make_teams(admin: AdminClient, teams: Sequence[str], options: RunOptions) -> dict[str, str]:
-    # Under overload FCFS waits longer than a tier would let it: both orders get the time to finish everything.
+    # Under overload, FCFS makes requests wait longer than their tier allows. Give both policies time to finish every
+    # request.
     for tier in sorted({options.tier_of(team) for team in teams}):
         weight = {"weight": options.weights[tier]} if tier in options.weights else {}
         await admin.call("PATCH", f"/admin/v1/tiers/{tier}", body={"max_queue_seconds": PATIENCE_SECONDS, **weight})
@@ -59,7 +60,7 @@ async def _make_teams(admin: AdminClient, teams: Sequence[str], options: RunOpti
 
 
 async def ask(server: ServerProcess, key: str, model: str, question: str) -> str:
-    """One chat answer, greedy."""
+    """The model's greedy answer to one question. Raises CommandError when no answer comes."""
     import httpx
 
     body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 48, "temperature": 0}
@@ -76,7 +77,10 @@ async def ask(server: ServerProcess, key: str, model: str, question: str) -> str
 def run_policy(
     policy: str, rows: Sequence[TraceRequest], options: RunOptions, on_done: Callable[[Outcome], None]
 ) -> dict[str, Any]:
-    """Serve under `policy`, replay, stop, read the reports; one JSON-able document. Its data directory is made anew."""
+    """Serve under `policy`, replay the trace, stop the server and read its reports. Returns one JSON-able document.
+
+    The run's data directory is deleted first. `on_done` is called for each request that ends. Raises CommandError.
+    """
     data_dir = options.data_root / policy
     shutil.rmtree(data_dir, ignore_errors=True)
     teams = sorted(
@@ -88,7 +92,7 @@ def run_policy(
             keys = await _make_teams(admin, teams, options)
             status = await admin.call("GET", "/admin/v1/status")
         served_model = status["engine"]["model"]["name"]
-        # Both runs answer it, so both engines are warm when the trace begins.
+        # The question is asked in each run, so every engine is warm when the trace begins.
         answer = await ask(server, keys[teams[0]], served_model, options.question) if options.question else ""
         target = Target(server.host, server.port, served_model, keys, options.vocab_size)
         return answer, await replay(rows, target, on_done=on_done), status
@@ -99,7 +103,7 @@ def run_policy(
 
 
 def serve_options(policy: str, options: RunOptions) -> list[str]:
-    """Flags of `terazi serve` for this run."""
+    """The flags of `terazi serve` for this run."""
     flags = {
         "--policy": policy,
         "--engine": options.engine,
@@ -113,20 +117,20 @@ def serve_options(policy: str, options: RunOptions) -> list[str]:
 
 
 async def _reports(data_dir: Path) -> dict[str, Any]:
-    """What the ledger and the service samples say once the server has stopped."""
+    """The reports of the ledger and the samples. Call it when the server has stopped."""
     async with open_reports(data_dir, environment={}) as reports:
         return {"usage": await reports.usage(), "fairness": await reports.fairness(), "series": await reports.series()}
 
 
 def _device_ms(reports: Mapping[str, Any]) -> float | None:
-    """Device time per output token, without copies and replays: how fast the machine was in this run."""
+    """Device milliseconds for each output token, without copies and replays: how fast the machine was in this run."""
     total = reports["usage"]["total"]
     tokens = total["output_tokens"]
     return (total["device_seconds"] - total["overhead_device_seconds"]) * 1000 / tokens if tokens else None
 
 
 def _alone_seconds(profile: StepProfile, row: TraceRequest) -> float:
-    """Modelled time of this request alone on the device, under the default chunking."""
+    """The modelled time, in seconds, of this request alone on the device, with the default chunk size."""
     return isolated_us(profile, EngineConfig(), row.prompt_tokens, row.output_tokens) / 1e6
 
 
@@ -146,19 +150,19 @@ def _document(
     table = []
     for team in teams:
         done = [o for o in outcomes if o.row.team == team and o.error is None]
-        one = summary["teams"][team]
+        figures = summary["teams"][team]
         slowdown = describe([(o.jct or 0.0) / _alone_seconds(profile, o.row) for o in done])
         table.append(
             {
                 "team": team,
                 "tier": options.tier_of(team),
-                "requests": one["requests"],
-                "failed": one["failed"],
-                "ttft_mean": (one["ttft_seconds"] or {}).get("mean"),
-                "ttft_p95": (one["ttft_seconds"] or {}).get("p95"),
-                "ttft_p99": (one["ttft_seconds"] or {}).get("p99"),
-                "jct_mean": (one["jct_seconds"] or {}).get("mean"),
-                "jct_p95": (one["jct_seconds"] or {}).get("p95"),
+                "requests": figures["requests"],
+                "failed": figures["failed"],
+                "ttft_mean": (figures["ttft_seconds"] or {}).get("mean"),
+                "ttft_p95": (figures["ttft_seconds"] or {}).get("p95"),
+                "ttft_p99": (figures["ttft_seconds"] or {}).get("p99"),
+                "jct_mean": (figures["jct_seconds"] or {}).get("mean"),
+                "jct_p95": (figures["jct_seconds"] or {}).get("p95"),
                 "slowdown_mean": (slowdown or {}).get("mean"),
                 "slowdown_p95": (slowdown or {}).get("p95"),
                 "share": fairness.get(team, {}).get("share"),

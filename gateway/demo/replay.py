@@ -1,8 +1,8 @@
-"""Open-loop replay of a multi-team trace over HTTP: arrivals never wait for answers, so a slow server cannot hide.
+"""Open-loop replay of a multi-team trace over HTTP. Arrivals never wait for answers, so a slow server cannot hide.
 
-The trace's format is `engine.sim.workload`'s. Every request streams
-/v1/completions with token ids and a forced output length, so that two servers (or two policies) do the same work.
-Plain asyncio streams: the generator shares two cores with the engine it measures.
+`engine.sim.workload` has the trace's format. Every request streams from /v1/completions, with a prompt of token ids and
+a forced output length, so that two servers (or two policies) do the same work. The generator uses plain asyncio
+streams, because it may share two cores with the engine that it measures.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ LINE_LIMIT = 4 << 20
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one arrival. Times are seconds; `error` is None for a complete answer."""
+    """What became of one request of the trace. Times are seconds. `error` is None for a complete answer."""
 
     row: TraceRequest
-    late: float = 0.0  # sent this long after its time: a busy generator, not a slow server
+    late: float = 0.0  # how long after its time it was sent, because the generator was busy
     ttft: float | None = None
     jct: float | None = None
     output_tokens: int = 0
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go. Token ids of prompts are drawn from the middle of the vocabulary."""
+    """The server to send requests to. The token ids of prompts are drawn from the middle of the vocabulary."""
 
     host: str
     port: int
@@ -46,10 +46,13 @@ class Target:
 async def replay(
     rows: Sequence[TraceRequest], target: Target, *, seed: int = 1, on_done: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Send every row at its time and wait for all answers. A failed request is an Outcome with an error."""
+    """Send every row at its time, and wait for all answers. A failed request is an Outcome with an error.
+
+    `seed` decides the token ids of the prompts. `on_done` is called for each request that ends.
+    """
     start = time.monotonic() + 0.2
 
-    async def one(index: int, row: TraceRequest) -> Outcome:
+    async def play_row(index: int, row: TraceRequest) -> Outcome:
         body = _body(row, target, random.Random(f"{seed}:{index}"))
         await asyncio.sleep(max(0.0, start + row.at_us / 1e6 - time.monotonic()))
         outcome = Outcome(row, late=max(0.0, time.monotonic() - start - row.at_us / 1e6))
@@ -63,11 +66,11 @@ async def replay(
         on_done(outcome)
         return outcome
 
-    return list(await asyncio.gather(*(one(index, row) for index, row in enumerate(rows))))
+    return list(await asyncio.gather(*(play_row(index, row) for index, row in enumerate(rows))))
 
 
 def _reason(body: bytes) -> str:
-    """What an error body says: its message, else the body as it is."""
+    """The message in an error's body, or the body itself if it has no message."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, TypeError, KeyError):
@@ -109,7 +112,7 @@ async def _stream(target: Target, key: str, body: bytes, outcome: Outcome) -> No
         if status != 200:
             outcome.error = f"HTTP {status}: {_reason(await reader.read(4000))}"
             return
-        # Chunk sizes and blank lines of the chunked body are lines that do not begin with `data:`.
+        # The chunked body's sizes and blank lines do not begin with `data:`, so they are skipped.
         async for line in reader:
             if not line.startswith(b"data:"):
                 continue
@@ -136,13 +139,13 @@ def _read_event(event: dict[str, Any], outcome: Outcome) -> None:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile of a non-empty sequence."""
+    """The nearest-rank quantile `q` (0 to 1) of a non-empty sequence."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
 
 
 def describe(values: Sequence[float]) -> dict[str, float] | None:
-    """mean, p50, p95, p99 and max; None without values."""
+    """Mean, p50, p95, p99 and maximum of the values; None if there are no values."""
     if not values:
         return None
     named = {f"p{int(q * 100)}": quantile(values, q) for q in (0.5, 0.95, 0.99)}
@@ -150,7 +153,7 @@ def describe(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Latency of complete answers in all and per team, tokens per second of the whole run, and the errors."""
+    """Latencies of complete answers, of all teams and of each; tokens per second of the whole run; the first errors."""
     ends = [o.row.at_us / 1e6 + o.late + o.jct for o in outcomes if o.jct is not None]
     wall = max(ends, default=0.0)
     tokens = sum(o.output_tokens for o in outcomes)

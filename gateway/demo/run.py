@@ -1,8 +1,8 @@
 """`terazi demo`: one bundled trace of three teams, played under FCFS and under EG-MLFQ against a real server.
 
-Prints the model's SHA-256, one real answer, the per-team table of both orders and what each run swapped, preempted and
-promoted, and writes a self-contained page: the fairness report of the EG-MLFQ run with the comparison above it.
-A failed request makes the exit code 1.
+It prints the model's SHA-256, one real answer, a table of each team under both policies, and what each run swapped,
+preempted and promoted. It writes one self-contained page: the fairness report of the EG-MLFQ run, with the comparison
+above it. If a request fails, the exit code is 1.
 """
 
 import json
@@ -20,17 +20,18 @@ from gateway.outputs import make_directory, write_output
 from tenants.names import is_name
 
 POLICIES = ("fcfs", "eg-mlfq")
-# Less than the bundled trace's requests would fill, so that the demo shows swapping.
+# Less than the requests of the bundled trace need, so that the demo shows swapping.
 KV_MEMORY = "160MiB"
-SPEED_PERCENT = 10  # beyond it two runs' seconds are not compared without a warning
+SPEED_PERCENT = 10  # if the machine's speed differed by more between two runs, warn
 QUESTION = "What is the capital of France? Answer in one sentence."
 BUNDLED = "the bundled trace, sampled from the Azure LLM inference trace 2023 (CC-BY-4.0)"
 
 
 def load_trace(path: Path | None, seconds: float) -> list[TraceRequest]:
-    """The first `seconds` of a trace, by default of the bundled one (its NOTICE.txt says where it comes from).
+    """The requests in the first `seconds` of a trace, by default of the bundled trace (see its NOTICE.txt).
 
-    Raises TraceError.
+    Raises TraceError when the trace cannot be read, has no request in that time, or has a team name that no server
+    takes.
     """
     if path is None:
         text = (files("gateway.demo") / "trace.jsonl").read_text("utf-8")
@@ -62,12 +63,12 @@ def run_demo(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """The whole demo. Raises CommandError when something does not start or a request failed."""
+    """The whole demo. `seconds` is how much of the trace is played. Raises CommandError, also when a request failed."""
     from engine.models.store import ModelStoreError, prepare
 
     try:
         rows = load_trace(trace, seconds)
-        make_directory(out)  # now, for the runs take minutes
+        make_directory(out)  # now, so that a wrong directory fails before the runs, which take minutes
         stored = prepare(model)
     except TraceError as error:
         raise CommandError(str(error), EXIT_USAGE, "trace_unusable") from None
@@ -121,7 +122,7 @@ def run_demo(
 
 
 def speed_warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """That the machine was not equally fast in all runs, if it was not: then one must not compare their seconds."""
+    """A warning if the machine was not equally fast in all runs, whose seconds then cannot be compared."""
     speeds = {run["policy"]: run["device_ms_per_output_token"] for run in runs if run["device_ms_per_output_token"]}
     least, most = min(speeds.values(), default=1.0), max(speeds.values(), default=1.0)
     if most <= least * (1 + SPEED_PERCENT / 100):
@@ -134,7 +135,7 @@ def speed_warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write_report(report: dict[str, Any], out: Path) -> Path:
-    """Write report.html and report.json; the path of the page. Raises CommandError."""
+    """Write report.html and report.json into `out`. Returns the path of report.html. Raises CommandError."""
     from gateway.reports.comparison import render_demo
 
     path = out / "report.html"
@@ -162,7 +163,7 @@ def _print(report: dict[str, Any], path: Path, as_json: bool) -> None:
 
 
 class _Progress:
-    """A progress bar on stderr; silent with --json."""
+    """A progress bar on stderr. It shows nothing with --json."""
 
     def __init__(self, label: str, total: int, *, is_shown: bool) -> None:
         from rich.console import Console
@@ -189,7 +190,7 @@ class _Progress:
         self._progress.stop()
 
     def advance(self, outcome: Outcome) -> None:
-        """One request has ended."""
+        """Note that a request has ended."""
         self._failed += outcome.error is not None
         note = f"{self._failed} failed" if self._failed else ""
         self._progress.update(self._task, advance=1, note=note)

@@ -1,4 +1,4 @@
-"""A `terazi serve` child process, as the demo and the benchmarks use it: start, wait until ready, stop."""
+"""A `terazi serve` child process for the demo and the benchmarks: starts it, waits until it is ready, stops it."""
 
 import contextlib
 import http.client
@@ -22,7 +22,10 @@ ENDING_SIGNALS = (signal.SIGHUP, signal.SIGTERM)
 
 
 class ServerProcess:
-    """One server on free ports. Use it as a context manager; leaving it drains and ends the server."""
+    """One server on free ports. Use it as a context manager: leaving the block drains and ends the server.
+
+    Entering it raises CommandError when the server does not become ready within READY_SECONDS.
+    """
 
     def __init__(self, data_dir: Path, options: Sequence[str]) -> None:
         self.data_dir = data_dir
@@ -35,7 +38,7 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--data-dir", str(self.data_dir)]
-        # A short drain: it matters only when the caller is interrupted in the middle of a run.
+        # Drain for a short time. The drain matters only when the caller is interrupted in the middle of a run.
         command += ["--port", "0", "--admin-port", "0", "--drain-timeout", "5s", *self._options]
         self._end_with_us()
         with self._log_path.open("wb") as log:
@@ -58,8 +61,11 @@ class ServerProcess:
             self._handlers.clear()
 
     def _end_with_us(self) -> None:
-        """Make the signals that would end this process leave the `with` block first: the server goes on after SIGHUP,
-        so it would outlive a command whose terminal was closed. A signal that is ignored (nohup) stays ignored."""
+        """Make the signals that would end this process leave the `with` block first, which ends the server.
+
+        The server itself goes on after SIGHUP, so it would outlive a command whose terminal was closed. A signal that
+        is ignored (nohup) stays ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in ENDING_SIGNALS:
@@ -68,7 +74,10 @@ class ServerProcess:
 
     @property
     def host(self) -> str:
-        """Address of the OpenAI routes; no name, so that a load generator looks nothing up."""
+        """The address of the OpenAI routes.
+
+        It is not a name where possible, so that a load generator looks nothing up.
+        """
         host = urlsplit(self.info["url"]).hostname or "localhost"
         return "127.0.0.1" if host == "localhost" else host
 
@@ -78,7 +87,7 @@ class ServerProcess:
         return urlsplit(self.info["url"]).port or 80
 
     def stop(self) -> int:
-        """SIGTERM, wait for the drain, and the exit code."""
+        """Send SIGTERM and wait for the drain; kill the server after 90 s. Returns the exit code."""
         assert self._process is not None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -113,12 +122,12 @@ class ServerProcess:
 
 
 def _leave(number: int, _: object) -> None:
-    for other in ENDING_SIGNALS:  # a second one must not break the clean-up off
+    for other in ENDING_SIGNALS:  # a second signal must not interrupt the clean-up
         signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without the settings of the operator's own server: its database above all."""
+    """This process's environment without the operator's settings for a server, above all the database's URL."""
     kept = ("TERAZI_CACHE_DIR", "TERAZI_NUM_THREADS", "TERAZI_DTYPE", "TERAZI_DEVICE")
     return {name: value for name, value in os.environ.items() if not name.startswith("TERAZI_") or name in kept}

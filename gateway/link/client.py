@@ -1,18 +1,18 @@
-"""The gateway's end of the engine's socket: one connection, one reader task, one stream per request.
+"""The gateway's end of the engine's socket: one connection, one reader task, one stream for each request.
 
-Owns the connection and the table of open streams. Each step of the engine arrives as one message and costs each
-request in it one wake-up. When the connection ends, every open stream ends with EngineDied; connecting again is the
-caller's decision. All methods are for the event loop's thread.
+Owns the connection and the table of open streams. Each step of the engine arrives as one message, which wakes each
+request in it once. When the connection ends, every open stream ends with EngineDied; the caller decides when to connect
+again. All methods are for the event loop's thread.
 
-Limits: a stream holds at most its own request's max tokens; at most `max_unsent_bytes` wait for an engine that does not
-read, more submissions are refused (aborts are small and always written).
+Limits: a stream holds at most its own request's max tokens. When more than `max_unsent_bytes` wait for an engine that
+does not read, submissions are refused. Aborts are small and always written.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.wire.framing import FrameDecoder, FrameError, encode
@@ -45,14 +45,17 @@ _READ_BYTES = 256 * 1024
 
 
 class RequestStream:
-    """What comes back for one request. One consumer; iterate it for batches of token ids, then read `finished`."""
+    """What the engine sends for one request.
+
+    It has one consumer, which iterates over batches of token ids and then reads `finished`.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.finished: Finished | None = None
         self.num_tokens = 0  # received, read or not
         self.last_token_at: float | None = None  # on the client's clock
-        self.device_us = 0  # charged so far
+        self.device_us = 0  # device time charged so far
         self.level = 0
         self._unread: list[int] = []
         self._error: GatewayError | None = None
@@ -62,16 +65,19 @@ class RequestStream:
 
     @property
     def error(self) -> GatewayError | None:
-        """Why the stream broke, if it did."""
+        """Why the stream broke; None if it did not."""
         return self._error
 
     @property
     def is_over(self) -> bool:
-        """The engine will say nothing more of it: it has ended or was never taken, or the engine is gone."""
+        """Whether the engine will say nothing more about the request.
+
+        That is so when the request has ended, when the engine has refused it, and when the engine is gone.
+        """
         return self._is_over
 
     def push(self, token_ids: Iterable[int], device_us: int, level: int) -> None:
-        """New tokens of one step."""
+        """Take in the new tokens of one step, the device time charged so far (µs) and the present level."""
         before = len(self._unread)
         self._unread += token_ids
         self.num_tokens += len(self._unread) - before
@@ -80,21 +86,25 @@ class RequestStream:
         self._release()
 
     def finish(self, finished: Finished) -> None:
-        """The engine's last word on this request."""
+        """Take in the engine's last word on this request."""
         self.finished = finished
         self._is_over = True
         self.device_us = finished.device_us
         self._release()
 
     def fail(self, error: GatewayError, *, is_over: bool) -> None:
-        """End the stream with an error, unless it has ended. `is_over`: the engine will say nothing more about it."""
+        """End the stream with an error, unless the stream has ended.
+
+        `is_over` says that the engine will say nothing more about the request.
+        """
         self._is_over |= is_over
         if self.finished is None and self._error is None:
             self._error = error
         self._release()
 
     def wake(self) -> None:
-        """Make a waiting (or the next) `get` return, with or without tokens: something else needs a look."""
+        """Make the waiting `get`, or the next one, return even without tokens, so that its caller looks at something
+        else."""
         self._is_woken = True
         self._release()
 
@@ -111,7 +121,11 @@ class RequestStream:
             self._waiter = None
 
     async def get(self) -> list[int]:
-        """All unread token ids. Empty when the stream was woken or has finished. Raises the error it failed with."""
+        """Wait for token ids and return all that are unread. The list is empty when the stream was woken or has
+        finished.
+
+        Raises the error with which the stream failed, once all tokens before it have been read.
+        """
         while not (self._unread or self.finished or self._error or self._is_woken):
             await self._wait()
         self._is_woken = False
@@ -121,24 +135,16 @@ class RequestStream:
         return token_ids
 
     async def wait_ended(self, timeout_seconds: float) -> Finished | None:
-        """Wait for the engine's last word; None when there will be none or the time is over."""
+        """Wait for the engine's last word. None when there will be none, or it does not come within the time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._is_over:
                     await self._wait()
         return self.finished
 
-    async def __aiter__(self) -> AsyncIterator[list[int]]:
-        while True:
-            token_ids = await self.get()
-            if token_ids:
-                yield token_ids
-            elif self.finished is not None:
-                return
-
 
 class EngineClient:
-    """One engine behind one Unix socket."""
+    """The client of one engine on one Unix socket. `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -152,7 +158,7 @@ class EngineClient:
         self.on_samples = on_samples
         self.on_token_gap: Callable[[float], None] | None = None  # seconds between two arrivals of one stream's tokens
         self.latest_step: StepDone | None = None
-        self.peak_blocks = {"device": 0, "host": 0}  # most KV blocks in use after a step, since the start
+        self.peak_blocks = {"device": 0, "host": 0}  # the most KV blocks that were in use after a step
         self._hello: Hello | None = None
         self._is_ready = False
         self._streams: dict[str, RequestStream] = {}
@@ -165,28 +171,29 @@ class EngineClient:
 
     @property
     def hello(self) -> Hello | None:
-        """What the engine said of itself at the latest connection; None before the first."""
+        """The engine's greeting at the latest connection; None before the first connection."""
         return self._hello
 
     @property
     def is_ready(self) -> bool:
-        """Connected and greeted."""
+        """Whether the engine is connected and has greeted."""
         return self._is_ready
 
     @property
     def num_streams(self) -> int:
-        """Requests whose end has not been seen."""
+        """The number of requests whose end has not arrived."""
         return len(self._streams)
 
     @property
     def silent_seconds(self) -> float:
-        """How long requests have been open without a word from the engine; 0 when none is open."""
+        """How long the engine has sent nothing while requests are open, in seconds; 0 when no request is open."""
         return self._clock() - self._heard_at if self._streams and self._is_ready else 0.0
 
     async def connect(self, timeout_seconds: float = 10.0) -> Hello:
-        """Connect, wait for Hello and send the table of teams if one is known.
+        """Connect, wait for the engine's greeting, and send the table of teams if it is known.
 
-        Raises EngineDied when nobody listens, nobody greets in time, or it speaks another protocol version.
+        Raises EngineDied when no engine listens, when it does not greet in time, and when it speaks another protocol
+        version.
         """
         assert not self._is_ready, "already connected"
         await self.close()
@@ -210,7 +217,7 @@ class EngineClient:
         return hello
 
     async def close(self) -> None:
-        """Close the connection; open streams end with EngineDied. Safe to call twice."""
+        """Close the connection. Open streams end with EngineDied. A second call does nothing."""
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
@@ -227,7 +234,7 @@ class EngineClient:
             await asyncio.wait([self._reader_task])
 
     def configure_teams(self, terms: Iterable[TeamTerms]) -> None:
-        """Make this the engine's whole table of teams, now or as soon as it is connected."""
+        """Replace the engine's table of teams by `terms`, now or as soon as the engine is connected."""
         self._teams = tuple(
             TeamEntry(
                 team_id=team.team_id,
@@ -242,37 +249,39 @@ class EngineClient:
             self._write(encode(ConfigureTeams(teams=self._teams)))
 
     def submit(self, message: Submit) -> RequestStream:
-        """Hand in one request. Its stream ends in `finished`, or in an error (also when the engine refuses it).
+        """Hand in one request. Its stream ends with `finished` or with an error; a refusal by the engine is an error.
 
-        Raises EngineDied without a connection, Unavailable when the engine does not take in what it was sent before.
+        Raises EngineDied when there is no connection, and Unavailable when too many bytes wait for the engine to read
+        them.
         """
         if not self._is_ready or self._writer is None:
             raise EngineDied("The engine is not available; it is being restarted.", retry_after_seconds=2)
         assert message.request_id not in self._streams, f"request id {message.request_id} is in use"
         if self._writer.transport.get_write_buffer_size() > self._max_unsent_bytes:
             raise Unavailable("The engine does not take in requests at the moment.", retry_after_seconds=2)
-        data = encode(message)  # before anything is kept for it: what cannot be encoded leaves no trace
+        data = encode(message)  # first, so that a message that cannot be encoded leaves no trace
         stream = RequestStream(message.request_id)
         if not self._streams:
             self._heard_at = self._clock()
-            self.latest_step = None  # it tells of an earlier time, in which something ran
+            self.latest_step = None  # the step is from an earlier time, in which other requests ran
         self._streams[message.request_id] = stream
         self._write(data)
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Ask the engine to end a request; its stream still gets the final Finished. Unknown ids are ignored."""
+        """Ask the engine to end a request. The stream still gets its `finished`. An unknown id is ignored."""
         if self._is_ready and request_id in self._streams:
             self._write(encode(Abort(request_id=request_id)))
 
     def forget(self, stream: RequestStream) -> None:
-        """Nobody will read this stream any more; whatever still comes for it is dropped."""
+        """Drop a stream that nobody will read any more. Whatever still arrives for it is dropped too."""
         self._streams.pop(stream.request_id, None)
 
     def fail_streams(self, error: Callable[[], GatewayError], *, is_over: bool = False) -> None:
-        """End every open stream with an error of its own, in the order they were submitted.
+        """End every open stream, in the order of submission. `error` makes a new error for each stream.
 
-        Unless `is_over`, the engine still works on them: the caller aborts, and their Finished still comes.
+        Without `is_over` the engine still works on the requests: their handlers abort them, and each `finished` still
+        comes.
         """
         for stream in list(self._streams.values()):
             stream.fail(error(), is_over=is_over)
@@ -353,7 +362,7 @@ class EngineClient:
 
 
 def refusal_error(refused: Refused) -> GatewayError:
-    """The HTTP answer to what the engine would not take."""
+    """The error to answer with when the engine has refused a request."""
     if refused.code == "context_length_exceeded":
         return ContextLengthExceeded(refused.message)
     if refused.code == "queue_full":

@@ -1,11 +1,12 @@
-"""How the engine's lives went: how long to wait before the next start, and whether the engine keeps ending for a reason
-that no further start will change.
+"""The engine's lives: how long to wait before the next start, and whether further starts seem useless.
 
-A *life* begins when the engine is connected and ends with that connection; a start that never got so far is a life of
-zero seconds. A life of at most `short_life_seconds` is *short*. The pause before the next start doubles from
-FIRST_PAUSE_SECONDS up to `pause_seconds_max`. After `short_lives_max` short lives in a row the engine is *failing*: the
-pause is `pause_seconds_max` at once and stays there, and the last reason is shown by /readyz, a log line and a metric.
-A life longer than `short_life_seconds` ends all of that. The clock is handed in; nothing here waits.
+A *life* begins when the engine is connected and ends with that connection. A start that never got so far is a life of
+zero seconds. A life of at most `short_life_seconds` is *short*.
+
+The pause before the next start doubles from FIRST_PAUSE_SECONDS up to `pause_seconds_max`. After `short_lives_max`
+short lives in a row the engine is *failing*. Then the pause becomes `pause_seconds_max` at once and stays there, and
+/readyz, a log line and a metric show the last reason. A life longer than `short_life_seconds` resets the pause and ends
+the failing. The clock is passed in; nothing here waits.
 """
 
 import logging
@@ -25,7 +26,10 @@ REASON_CHARS_MAX = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """Why the engine is failing. `next_start_seconds` is 0 while a start is under way or the engine runs."""
+    """Why the engine is failing.
+
+    `next_start_seconds` is the time to the next start; 0 while a start is under way or the engine runs.
+    """
 
     reason: str
     short_lives: int
@@ -60,18 +64,18 @@ class EngineLives:
         self._num_short = 0
         self._num_pauses = 0  # since the last long life
         self._reason = ""
-        self.num_restarts = 0  # counted by whoever makes them
+        self.num_restarts = 0  # counted by the supervisor or follower
 
     def starting(self) -> None:
-        """A start begins now."""
+        """Note that a start begins now."""
         self._next_start_at = None
 
     def ready(self) -> None:
-        """The engine is connected: its life begins."""
+        """Note that the engine is connected: a life begins."""
         self._ready_at = self._now()
 
     def ended(self, reason: str) -> float:
-        """The engine is gone, or its start failed. Returns the seconds to wait before the next start."""
+        """Note that the engine is gone, or that its start failed. Returns the seconds to wait before the next start."""
         was_long = self._has_lived_long()
         self._ready_at = None
         if was_long:
@@ -79,7 +83,7 @@ class EngineLives:
         else:
             self._num_short += 1
         self._reason = one_line(reason, REASON_CHARS_MAX)
-        # The exponent is bounded so that a year of failures stays a number.
+        # Bound the exponent, so that a year of failures does not make a huge number.
         pause = min(FIRST_PAUSE_SECONDS * float(1 << min(self._num_pauses, 30)), self._pause_seconds_max)
         if self._num_short >= self._short_lives_max:
             pause = self._pause_seconds_max
@@ -96,19 +100,19 @@ class EngineLives:
 
     @property
     def is_steady(self) -> bool:
-        """The present life, or the latest one, was no short one."""
+        """Whether the present life has lasted longer than a short life or, after an end, the last life did."""
         return not self._num_short or self._has_lived_long()
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Why the engine does not stay up; None unless it is failing."""
+        """Why the engine is failing; None when it is not."""
         if self._num_short < self._short_lives_max or self._has_lived_long():
             return None
         return EngineFailure(self._reason, self._num_short, self._wait_seconds())
 
     @property
     def retry_after_seconds(self) -> int:
-        """What to tell a client that the engine is not there for: the time to the next start, whole seconds."""
+        """When a client should try again while there is no engine: the time to the next start, in whole seconds."""
         return max(RETRY_SECONDS_MIN, math.ceil(self._wait_seconds()))
 
     def _wait_seconds(self) -> float:

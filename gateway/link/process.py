@@ -1,6 +1,7 @@
-"""The engine as a child process: start it, know when it listens, know when it died, stop it.
+"""The engine as a child process: starts it, sees when it listens and when it dies, and stops it.
 
-The child's stdin is a pipe that this process holds: when it closes (also by SIGKILL of this process), the engine ends.
+The child's stdin is a pipe that this process holds open. When the pipe closes, the engine ends. So it ends also when
+this process is killed.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from gateway.settings.values import SETTINGS, Settings
 
 _log = logging.getLogger("terazi.engine")
 
-# -P: a folder called `engine` where the server was started must not take the place of ours.
+# -P: Python must not import a folder called `engine` from the working directory instead of our package.
 COMMAND = (sys.executable, "-P", "-m", "engine")
 # A Unix socket's path is limited to 107 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
@@ -33,13 +34,14 @@ _LOG_PREFIX = "engine: "
 
 
 class EngineStartError(Exception):
-    """The engine process did not come up; the text is its own clear line."""
+    """The engine did not start, or cannot be used. The text is one clear line, if possible the engine's own."""
 
 
 def socket_path_for(data_dir: Path) -> Path:
-    """Where this server's engine listens: DATA_DIR/run/engine.sock, or a short private directory if that is too long.
+    """Where this server's engine listens: DATA_DIR/run/engine.sock, or a path in a short private directory.
 
-    The engine keeps its epoch beside the socket, so a long data directory gets the same short path at each start.
+    The short path is used when the first is too long for a socket. It is the same at each start, because the engine
+    keeps its epoch beside the socket. Raises EngineStartError when the directory belongs to another user.
     """
     path = data_dir / "run" / "engine.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -53,7 +55,7 @@ def socket_path_for(data_dir: Path) -> Path:
 
 
 class EngineProcess:
-    """One run of `python -m engine`. Not reusable: a restart is a new object."""
+    """One run of `python -m engine`. For a restart make a new object."""
 
     def __init__(self, config: EngineConfig, socket_path: Path) -> None:
         self._config = config
@@ -65,7 +67,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None before the start."""
+        """The process id; None before the start."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -73,7 +75,7 @@ class EngineProcess:
         command = [*COMMAND, "--socket", str(self._socket_path)]
         command += ["--config", msgspec.json.encode(self._config).decode(), "--parent-stdin"]
         environment = dict(os.environ)
-        # Spinning OpenMP threads would take the gateway's core; cores - 1 threads are the engine's own default.
+        # OpenMP threads that spin would take the core that the engine leaves for the gateway.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._listening = asyncio.get_running_loop().create_future()
         try:
@@ -86,7 +88,7 @@ class EngineProcess:
                 limit=1 << 20,
                 start_new_session=True,  # Ctrl-C in a terminal goes to the gateway alone, which drains
             )
-        except OSError as error:  # no memory, no process id, no file left: may pass, so it is a start that failed
+        except OSError as error:  # no memory, process id or file is left, which may pass: a failed start, no bug
             raise EngineStartError(f"the engine process cannot be started: {error.strerror or error}") from error
         self._readers = [asyncio.create_task(self._read_stdout()), asyncio.create_task(self._read_stderr())]
         exited = asyncio.create_task(self._process.wait())
@@ -100,7 +102,7 @@ class EngineProcess:
             raise EngineStartError(self._why(code))
 
     async def wait(self) -> int:
-        """Wait for the end and return the exit code (negative: a signal)."""
+        """Wait until the process has ended. Returns its exit code; a negative code is a signal's number."""
         assert self._process is not None, "start first"
         code = await self._process.wait()
         for reader in self._readers:
@@ -109,7 +111,7 @@ class EngineProcess:
         return code
 
     async def stop(self, grace_seconds: float) -> None:
-        """Close its stdin, wait, then kill. Returns when the process is gone."""
+        """Close the process's stdin, wait up to `grace_seconds`, then kill it. Returns when the process is gone."""
         process = self._process
         if process is None:
             return
@@ -130,7 +132,7 @@ class EngineProcess:
         return self._listening is not None and self._listening.done()
 
     def last_words(self) -> str:
-        """The last error line of its stderr; its ordinary log lines and stack frames are none. "" without one."""
+        """The last error line on the process's stderr, "" if there is none. Log lines and stack frames do not count."""
         for line in reversed(self._stderr_tail):
             if line.startswith(_ERROR_PREFIX):
                 return line.removeprefix(_ERROR_PREFIX).strip()
@@ -138,7 +140,7 @@ class EngineProcess:
         return errors[-1] if errors else ""
 
     def describe_end(self, code: int) -> str:
-        """Its exit code or signal, and its last error line."""
+        """How the process ended: its exit code or signal, and its last error line."""
         words = self.last_words()
         return (f"signal {-code}" if code < 0 else f"exit code {code}") + (f": {words}" if words else "")
 
@@ -164,13 +166,16 @@ class EngineProcess:
             line = raw.decode(errors="replace").rstrip()
             if line:
                 self._stderr_tail.append(line)
-                # Until it listens, its own error line is the reason that `start` raises: not printed twice.
+                # Before the engine listens, `start` raises its error line, so the line is not logged too.
                 if self._is_listening or not line.startswith(_ERROR_PREFIX):
                     _log.info("%s", line.removeprefix(_LOG_PREFIX))
 
 
 def named_by_source(text: str, settings: Settings) -> str:
-    """What the engine says of a flag, said of where the value came from: a variable, or a line of the file."""
+    """`text`, in which the engine speaks of flags, with each flag replaced by the value's source if that was no flag.
+
+    The source is an environment variable, or a setting in the file with its line.
+    """
     for row in SETTINGS:
         kind, _, where = settings.sources[row.name].partition(" ")
         if row.flag and kind in ("environment", "file"):
@@ -180,7 +185,7 @@ def named_by_source(text: str, settings: Settings) -> str:
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """The engine's part of the settings."""
+    """The part of the settings that the engine gets."""
     return EngineConfig(
         kind=settings.engine,
         model=settings.model,

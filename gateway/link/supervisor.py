@@ -1,6 +1,6 @@
-"""Keeps one engine running for the gateway: start, connect, notice its death, start again with growing pauses.
+"""Keeps one engine running for the gateway: starts it, connects, notices its death, and starts it again after a pause.
 
-How long a pause is, and when the engine counts as failing, is decided by `gateway.link.lives`.
+`gateway.link.lives` decides how long a pause is, and when the engine counts as failing.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class EngineFollower:
-    """An engine that somebody else runs (`terazi engine --listen`): connects to it, again and again.
+    """Keeps a connection to an engine that somebody else runs (`terazi engine --listen`).
 
-    `connect` as for EngineSupervisor; `wait_closed` ends when that connection has. The engine keeps its model while
-    gateways come and go.
+    `connect` connects to the engine, as for EngineSupervisor. `wait_closed` waits until that connection has ended. The
+    engine keeps its model while gateways come and go.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineFollower:
         self._pause = pause
 
     async def run(self) -> None:
-        """Until cancelled. An engine that is not there yet is waited for."""
+        """Connect again and again, until cancelled. If the engine is not there yet, wait for it."""
         while True:
             self._lives.starting()
             try:
@@ -54,7 +54,8 @@ class EngineFollower:
             else:
                 self._lives.ready()
                 await self._wait_closed()
-                # Two gateways on one engine take it from each other: were the pause to start over each time, for ever.
+                # Two gateways on one engine take it from each other. The pauses grow, so that this does not go on at
+                # once for ever.
                 pause = self._lives.ended("the connection to the engine has ended; does another gateway use it?")
                 doubt = "An engine serves one gateway at a time: does another one use it? "
                 _log.error(
@@ -66,11 +67,11 @@ class EngineFollower:
             await self._pause(pause)
 
     async def stop(self) -> None:
-        """It is not ours to end."""
+        """Does nothing: the engine is not ours to end."""
 
 
 class EngineSupervisor:
-    """Owns the engine process. `connect` runs after each start; `disconnect` after each death."""
+    """Owns the engine process. `connect` runs after each start, `disconnect` after each death or failed start."""
 
     def __init__(
         self,
@@ -92,11 +93,14 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id."""
+        """The engine's process id; None when no process was started."""
         return self._process.pid if self._process else None
 
     async def run(self) -> None:
-        """Until cancelled. Raises EngineStartError when the very first start fails: then the settings are wrong."""
+        """Keep the engine running, until cancelled.
+
+        Raises EngineStartError when the very first start fails, because then the settings are most likely wrong.
+        """
         is_first = True
         await self._wait_for_predecessor()
         while True:
@@ -123,12 +127,15 @@ class EngineSupervisor:
             self._lives.num_restarts += 1
 
     async def _wait_for_predecessor(self) -> None:
-        """The engine of a gateway that was killed ends at its next step boundary; until then it holds the socket."""
+        """Wait up to PREDECESSOR_SECONDS for the engine of an earlier gateway to release the socket.
+
+        The engine of a gateway that was killed ends at its next step boundary, and holds the socket until then.
+        """
         deadline = time.monotonic() + PREDECESSOR_SECONDS
         while is_held(Path(f"{self._socket_path}.lock")) and time.monotonic() < deadline:  # noqa: ASYNC110  another process
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        """End the engine: its stdin closes, then SIGKILL after a grace."""
+        """End the engine: close its stdin, and kill it after STOP_GRACE_SECONDS."""
         if self._process is not None:
             await self._process.stop(STOP_GRACE_SECONDS)

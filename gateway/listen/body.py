@@ -1,7 +1,7 @@
-"""A request's body: read under a byte limit and a time limit, and unpacked when it is gzip. The limit is on both sides.
+"""A request's body: read under a byte limit and a time limit, and unpacked when it is gzip.
 
-Nothing is held beyond the limit: a body that inflates is stopped at the first byte too many. It is unpacked in slices,
-between which the event loop goes on.
+The byte limit holds for the body as sent and as unpacked. A body that inflates beyond the limit is stopped at the first
+byte too many, so memory never holds more. A body is unpacked in slices, and the event loop goes on between two slices.
 """
 
 import asyncio
@@ -15,24 +15,26 @@ from starlette.types import Receive
 from gateway.errors import BadRequest, BodyTimeout, ClientGone, RequestTooLarge, UnsupportedMediaType
 
 _GZIP_WINDOW = 31  # zlib's code for a gzip wrapper with the largest window
-_SLICE_BYTES = 128 * 1024  # unpacked at a time
+_SLICE_BYTES = 128 * 1024  # the most that is unpacked at a time
 
 
 class BodyRoom(Protocol):
-    """Where a body asks for room before it is read: `gateway.prepare.preparation.BodyHold`."""
+    """Gives a body room before it is read. `gateway.prepare.preparation.BodyHold` implements it."""
 
     @property
     def small_bytes(self) -> int:
-        """The most that a body of unknown length may have before it must ask again."""
+        """The most bytes that a body of unknown length may have before it must call `take` again."""
 
     async def take(self, num_bytes: int | None) -> None:
-        """Wait for room for so many bytes; None is a body of unknown length, taken for small."""
+        """Wait for room for so many bytes. None stands for a body of unknown length, which is taken for small."""
 
 
 def check_media_type(headers: Mapping[str, str]) -> bool:
-    """True for JSON, False for a type that is tried as JSON (none, or what curl sends by default).
+    """True for a JSON content type; False for no content type, or the content type that curl sends by default.
 
-    Raises UnsupportedMediaType for any other content type, charset or encoding.
+    Where the answer is False, the body is tried as JSON nevertheless. Raises UnsupportedMediaType for any other content
+    type, charset or
+    encoding.
     """
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
@@ -60,10 +62,16 @@ async def read_body(
     timeout_seconds: float,
     room: BodyRoom | None = None,
 ) -> bytes:
-    """The decoded body. Reading begins, and goes on, only while the body has `room`; that wait is no part of the time.
+    """The decoded body. It is read only while it has `room`; the wait for room does not count towards
+    `timeout_seconds`.
 
-    Raises RequestTooLarge above `max_bytes` (as announced, as sent or as decoded), BodyTimeout, BadRequest for damaged
-    gzip, ClientGone when the client leaves before its end, and what `room` raises.
+    Raises:
+
+    - RequestTooLarge, when the body as announced, as sent or as decoded has more than `max_bytes`;
+    - BodyTimeout, when the body does not arrive in time;
+    - BadRequest, when gzip is damaged;
+    - ClientGone, when the client leaves before the body's end;
+    - what `room` raises.
     """
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -108,9 +116,10 @@ async def read_body(
 
 
 async def discard_body(receive: Receive, *, max_bytes: int, timeout_seconds: float) -> None:
-    """Take in what the client still sends, within limits, before an answer that closes the connection.
+    """Read and drop what the client still sends, before an answer that closes the connection.
 
-    Closing a socket with unread bytes resets it, and the client may lose the answer.
+    Closing a socket with unread bytes resets the connection, and the client may lose the answer. Reading ends at the
+    body's end, above `max_bytes` or after `timeout_seconds`.
     """
     num_bytes = 0
     with contextlib.suppress(TimeoutError):
@@ -123,11 +132,12 @@ async def discard_body(receive: Receive, *, max_bytes: int, timeout_seconds: flo
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"The request body is larger than {max_bytes} bytes.", details={"limit": max_bytes})
+    text = f"The request body is larger than {max_bytes} bytes; send a smaller body."
+    return RequestTooLarge(text, details={"limit": max_bytes})
 
 
 class _Gunzip:
-    """A gzip stream of one or more members, unpacked up to one byte over the limit."""
+    """Unpacks a gzip stream of one or more members, up to one byte over the limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self._room = max_bytes + 1
@@ -135,7 +145,7 @@ class _Gunzip:
         self._has_data = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What `data` unpacks to, in slices. Raises BadRequest for what is no gzip."""
+        """What `data` unpacks to, in slices. Raises BadRequest when `data` is not gzip."""
         while data and self._room > 0:
             self._has_data = True
             if self._inflater.eof:
@@ -146,12 +156,12 @@ class _Gunzip:
             except zlib.error:
                 raise _damaged() from None
             self._room -= len(part)
-            # Output that zlib still holds back comes with the next input, at the latest with the stream's checksum.
+            # zlib may hold back some output. It comes with the next input, at the latest with the stream's checksum.
             data = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
             yield part
 
     def check_end(self) -> None:
-        """Raises BadRequest when the stream stops in the middle."""
+        """Raises BadRequest when the stream ends in the middle of a member."""
         if self._has_data and not self._inflater.eof:
             raise _damaged()
 

@@ -1,4 +1,4 @@
-"""Sockets and the uvicorn servers on them: bound by us, so that a taken port is one clear line, and run in one loop."""
+"""Listening sockets, and the uvicorn servers on them. We bind the sockets, so that a taken port is one clear line."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ from gateway.errors import Unavailable
 from gateway.listen.protocol import HEAD_SECONDS, HttpProtocol, OnRefusal
 
 FILES_MAX = 65536
-# Database, journal, engine, admin connections.
+# File descriptors kept free for the database, the journal, the engine and admin connections.
 RESERVED_FILES = 64
-_BIND_ATTEMPTS = 20  # a free IPv4 port may be taken on IPv6
+_BIND_ATTEMPTS = 20  # for port 0: the free IPv4 port that we get may be taken on IPv6
 
 
 class ListenError(Exception):
-    """An address that cannot be listened on; the text names it and the fix."""
+    """We cannot listen on an address. The text names the address and the reason."""
 
 
 def raise_file_limit() -> int:
-    """Allow as many open files as this process may have, and return that number."""
+    """Raise the limit of open files to the hard limit. Returns how many files to plan with, at most FILES_MAX."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # What the kernel itself refuses (a hard limit above fs.nr_open) leaves the soft limit as it is.
+        # The kernel may refuse, for example a hard limit above fs.nr_open. The soft limit then stays.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
@@ -35,7 +35,7 @@ def raise_file_limit() -> int:
 
 
 class ConnectionCount:
-    """How often a connection of one server was made or lost."""
+    """Counts how often a connection of one server was made or lost."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -47,10 +47,10 @@ def limited_protocol(
     count: ConnectionCount | None = None,
     on_refusal: OnRefusal | None = None,
 ) -> type[HttpProtocol]:
-    """The HTTP protocol that turns further connections away, so that files are left for database, journal and admin.
+    """An HTTP protocol class that refuses connections above `max_connections`.
 
-    A connection that has not sent a whole head within `head_seconds` is closed. `on_refusal` is told of what is refused
-    before the app sees it.
+    So files are left for the database, the journal and the admin listener. A connection that has not sent a whole head
+    within `head_seconds` is closed. `on_refusal` is called for each refusal that happens before the app sees a request.
     """
     counted = count or ConnectionCount()
 
@@ -76,7 +76,7 @@ def limited_protocol(
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to `gateway.serve`."""
+    """A uvicorn server that does not handle signals; `gateway.serve` does."""
 
     def __init__(self, config: uvicorn.Config, count: ConnectionCount) -> None:
         super().__init__(config)
@@ -84,7 +84,10 @@ class HttpServer(uvicorn.Server):
 
     @property
     def num_changes(self) -> int:
-        """Connections made, connections lost and requests answered so far: a number that moves when anything does."""
+        """Connections made, connections lost and requests answered so far.
+
+        The number changes whenever something happens.
+        """
         return self._count.changes + self.server_state.total_requests
 
     @contextlib.contextmanager
@@ -101,7 +104,7 @@ def make_server(
     head_seconds: float = HEAD_SECONDS,
     on_refusal: OnRefusal | None = None,
 ) -> HttpServer:
-    """A server for one app. Its clients' idle connections stay open for `keep_alive_timeout` seconds."""
+    """A server for one app. Times are seconds; idle connections stay open for `keep_alive_timeout`."""
     count = ConnectionCount()
     config = uvicorn.Config(
         app,
@@ -113,16 +116,16 @@ def make_server(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(keep_alive_timeout),
-        # Streams get an error event at drain_timeout; what is left after this has not even read that.
+        # At drain_timeout every stream gets an error event. A client still connected 5 s later has not read it.
         timeout_graceful_shutdown=int(drain_timeout) + 5,
     )
     return HttpServer(config, count)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets for host:port; `localhost` is 127.0.0.1 and ::1, `::` is every address of both families.
+    """Listening sockets for host:port. `localhost` is 127.0.0.1 and ::1; `::` is every address of both families.
 
-    Port 0 takes one free port for all of them. Raises ListenError.
+    Port 0 takes one free port for all sockets. Raises ListenError.
     """
     if host != "localhost":
         return [_bind_one(host, port)]
@@ -166,7 +169,7 @@ def _bind_one(host: str, port: int) -> socket.socket:
 
 
 def url_of(sockets: list[socket.socket], host: str) -> str:
-    """How a client on this machine reaches them."""
+    """The URL by which a client on this machine reaches `sockets`, which were bound to `host`."""
     port = sockets[0].getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "localhost"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

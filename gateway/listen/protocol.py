@@ -1,22 +1,26 @@
-"""The bytes of a connection, where uvicorn's httptools protocol leaves something open. Pass it as uvicorn's `http`.
+"""Closes gaps of uvicorn's httptools protocol in handling a connection's bytes. Pass `HttpProtocol` as uvicorn's
+`http`.
 
-- A client of HTTP/1.0 (nginx's default towards an upstream for many years) knows no chunked framing: a body of unknown
-  length goes out as plain bytes and ends with the connection (RFC 9112 §6.3).
-- A request head has a size limit while it arrives, and a time limit, so that slow or endless heads hold nothing.
-- The rest of a body whose request has been answered (a 413, a 401) is taken in and dropped, so that the client sees the
-  answer and not a reset, but only so much of it and for so long.
-- What is no HTTP is refused in the same JSON envelope as everything else.
-- An offer to upgrade the connection is declined by going on in HTTP/1.1 (RFC 9110 §7.8). The JVM's own client makes one
-  (h2c) with every request, body and all, which the parser would take for bytes of the other protocol.
-- A client that has sent its whole request and shuts its sending side down (`nc -N`, some proxies) still listens, and
-  gets its answer. A client that has left sends the same FIN, and TCP has no other sign until something is written to
-  it: the kernel of one that has left answers a write with a reset. So while an answer is owed, harmless bytes are
-  written, and a reset ends the request: before the answer `100 Continue` (RFC 9110 §15.2 lets any number of interim
-  responses go before the final one), inside an event stream a comment. Every body of unknown length here is an event
-  stream, sent in whole lines. HTTP/1.0 has no interim responses: there the FIN means leaving, shortly after it.
-- While a request is being answered the socket is read on, whatever waits behind the request, or nobody would hear that
-  the client has left. What cannot be parsed yet is kept, up to a limit. Above it reading stops, and the client is
-  probed in the same way: a FIN behind bytes that nobody takes in does not even arrive.
+- **HTTP/1.0.** Such a client (for many years nginx's default towards an upstream) knows no chunked framing. A body of
+  unknown length goes out as plain bytes and ends with the connection (RFC 9112 §6.3).
+- **Heads.** A request head has a size limit and a time limit while it arrives, so that slow or endless heads hold
+  nothing.
+- **Bodies of answered requests.** After an early answer (a 413, a 401) the rest of the body is read and dropped, so
+  that the client sees the answer and not a reset. Bytes and time for this are limited.
+- **Bytes that are not HTTP** are refused in the same JSON envelope as everything else.
+- **Upgrades.** An offer to upgrade the connection is declined: the server goes on in HTTP/1.1 (RFC 9110 §7.8). The
+  JVM's own client offers h2c with every request, also with one that has a body, and the parser would take the body for
+  bytes of the other protocol.
+- **Half-closed connections.** A client may send its whole request and then shut down its sending side (`nc -N`, some
+  proxies). It still listens, and gets its answer. A client that has left sends the same FIN, and TCP shows the
+  difference only after a write: the kernel of a client that has left answers with a reset. So while we owe an answer we
+  write harmless bytes, and a reset ends the request. Before the answer these bytes are `100 Continue` (RFC 9110 §15.2
+  allows any number of interim responses before the final response). Inside an event stream they are a comment; every
+  body of unknown length here is an event stream, sent in whole lines. HTTP/1.0 has no interim responses: there a FIN
+  counts as leaving, after a short grace.
+- **Pipelining.** While a request is being answered we go on reading, or nobody would notice that the client has left.
+  Bytes behind the request that cannot be parsed yet are kept, up to a limit. Above the limit reading stops, and the
+  client is probed in the same way, because a FIN behind unread bytes does not arrive.
 """
 
 import asyncio
@@ -35,23 +39,26 @@ from gateway.errors import BadRequest, GatewayError, HeadersTooLarge
 from gateway.openai.wire import KEEP_ALIVE
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the app has a lower limit of its own
-HEAD_SECONDS = 30.0  # from the first byte (or the connection) to the end of the head
-MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body that has been answered already
-DROP_SECONDS = 30.0  # to the end of such a body
-MAX_AHEAD_BYTES = 64 * 1024  # kept of what comes behind a request that waits for its turn
-GRACE_SECONDS = 0.1  # from a FIN to the first interim response: short calls are answered by then
+HEAD_SECONDS = 30.0  # from the connection, or the head's first byte, to the head's end
+MAX_DROPPED_BYTES = 64 * 1024 * 1024  # of a body whose request has been answered already
+DROP_SECONDS = 30.0  # from the first such bytes to the body's end
+MAX_AHEAD_BYTES = 64 * 1024  # that are kept behind a request that waits for its turn
+GRACE_SECONDS = 0.1  # from a FIN to the first probe: short calls are answered by then
 FIRST_LOOK_SECONDS = 0.001  # from a probe to the first look for a reset; each further look waits twice as long
-PROBE_SECONDS = 10.0  # a look that would wait longer is a new probe
-UNANSWERED_SECONDS = 20  # a host that does not answer a probe at all is gone
+PROBE_SECONDS = 10.0  # instead of a look that would wait longer, we probe again
+UNANSWERED_SECONDS = 20  # a host that acknowledges no probe for so long is gone
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UNANSWERED_OPTION: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
 
 
-OnRefusal = Callable[[GatewayError, str, str], None]  # with request id and peer's address
+OnRefusal = Callable[[GatewayError, str, str], None]  # the error, the request id and the peer's address
 
 
 class _UntilClose(int):
-    """A body length that no body exceeds or falls short of: uvicorn counts down from it and checks it is used up."""
+    """A content length for a body that ends with the connection.
+
+    uvicorn counts it down by what is sent, and checks that nothing is left at the end. All these checks pass.
+    """
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -69,7 +76,7 @@ class _UntilClose(int):
 
 
 class _Flow(FlowControl):
-    """Reading that stays stopped while too much is kept of what waits, whoever asks for more."""
+    """Keeps reading stopped while too many bytes wait to be parsed, even when uvicorn asks to resume."""
 
     def __init__(self, transport: asyncio.Transport, ahead: Callable[[], int]) -> None:
         super().__init__(transport)
@@ -81,11 +88,14 @@ class _Flow(FlowControl):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """httptools' parser, but one that ends at an offer to upgrade hands over to a fresh one without the offer."""
+    """httptools' parser.
+
+    When it stops at an offer to upgrade, a fresh parser reads the head again without the offer.
+    """
 
     def __init__(self, protocol: "HttpProtocol") -> None:
         super().__init__(protocol)
-        # As uvicorn has it: a body that was announced wrongly must not cost an answer that is on its way.
+        # As in uvicorn: data behind the last request must not cost an answer that is on its way.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
         self._protocol = protocol
 
@@ -97,7 +107,7 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with these gaps closed."""
+    """uvicorn's httptools protocol, with the gaps that the module names closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,13 +115,13 @@ class HttpProtocol(HttpToolsProtocol):
         self.head_seconds = HEAD_SECONDS
         self.on_refusal: OnRefusal | None = None
         self._is_in_head = True
-        self._num_messages = 0  # begun on this connection
-        self._head_bytes = 0  # of a head that is not complete
+        self._num_messages = 0  # requests that have begun on this connection
+        self._head_bytes = 0  # bytes of the present head so far
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
-        self._ahead = bytearray()  # behind the requests that wait for their turn, not parsed yet
-        self._refusal: GatewayError | None = None  # of what has come behind them and cannot be read
+        self._ahead = bytearray()  # bytes behind the waiting requests, not parsed yet
+        self._refusal: GatewayError | None = None  # for bytes behind them that are not HTTP
         self._is_half_closed = False  # the client has sent its last byte
         self._look_seconds = 0.0
         self._look_timer: asyncio.TimerHandle | None = None
@@ -126,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._look_timer is not None:
             self._look_timer.cancel()
         if self._running is not None and not self._running.response_complete:
-            # uvicorn tells the newest request only, which may be one that waits behind this one.
+            # uvicorn tells only the newest request, which may be a request that waits behind the running one.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -141,20 +151,21 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_parsing(self) -> bool:
-        """False while requests wait for their turn: what comes behind them is parsed when they have had it."""
+        """Whether new bytes are parsed at once. They are not while requests wait for their turn."""
         return not self.pipeline and self._refusal is None
 
     def _parse(self, data: bytes) -> None:
         head = self._num_messages if self._is_in_head else None
         super().data_received(data)
-        # Counted in what arrives, since the parser keeps an unfinished line to itself; only when all of it is one head.
+        # Count the bytes that arrive, because the parser does not show an unfinished line. Count them only when all of
+        # `data` belongs to one head.
         if self._is_in_head and head == self._num_messages and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_in_turn(HeadersTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
 
     def _read_on(self) -> None:
-        """uvicorn stops reading when a request has to wait for its turn; here only too much behind it does."""
+        """Go on reading. uvicorn stops reading when a request has to wait; we stop only above MAX_AHEAD_BYTES."""
         if self.transport.is_closing():
             return
         if len(self._ahead) <= MAX_AHEAD_BYTES:
@@ -177,7 +188,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _owes_answer(self) -> bool:
-        """A request that has arrived whole is not answered yet."""
+        """Whether a request has arrived whole and has not been answered."""
         return self._running is not None and not self._running.response_complete and not self._running.more_body
 
     # --- a client that sends nothing more -----------------------------------------------------------------------
@@ -204,12 +215,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._look_in(GRACE_SECONDS)
 
     def _probe(self) -> None:
-        """Write what only a client that has left answers, with a reset; and look for that."""
+        """Write harmless bytes, which a client that has left answers with a reset, and look for that reset."""
         cycle = self._running
         assert cycle is not None
         if cycle.response_started:
             if cycle.scope["method"] == "HEAD" or self.flow.write_paused:
-                pass  # what waits to be sent does as well
+                pass  # bytes that wait to be sent serve as the probe
             elif cycle.chunked_encoding:
                 self.transport.write(b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE))
             elif isinstance(cycle.expected_content_length, _UntilClose):
@@ -228,12 +239,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._look_timer = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """Ask the socket whether the client has left; at the end of the looks after a probe, probe again."""
+        """Ask the socket whether the client has left. If not, look again later, and after PROBE_SECONDS probe again."""
         self._look_timer = None
         if self.transport.is_closing() or not self._owes_answer:
             return
         asked = select.poll()
-        asked.register(self.transport.get_extra_info("socket").fileno(), 0)  # resets are told of unasked
+        asked.register(self.transport.get_extra_info("socket").fileno(), 0)  # poll always reports a reset
         if asked.poll(0):
             self.transport.abort()
         elif self._is_half_closed or self.flow.read_paused:
@@ -257,7 +268,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._arm(self.head_seconds)
 
     def go_on_without_upgrade(self, rest: bytes) -> None:
-        """The parser has read a head that offers an upgrade, and has stopped: read it again without the offer."""
+        """Read a head again without its offer to upgrade. `rest` are the bytes behind the head.
+
+        The parser calls this when it has read such a head and has stopped.
+        """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             raise httptools.HttpParserError("no tunnels")
@@ -268,7 +282,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # the parser stops right behind this head
+            return  # the parser stops behind this head, and `go_on_without_upgrade` reads it again
         self._is_in_head = False
         self._disarm()
         super().on_headers_complete()
@@ -302,7 +316,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_in_turn(BadRequest(msg, code="invalid_http"))
 
     def _refuse_in_turn(self, error: GatewayError) -> None:
-        """Refuse what cannot be read, but behind the answers to the requests before it."""
+        """Refuse bytes that cannot be read, after the requests before them have been answered."""
         if self._owes_answer:
             self._refusal = error
         else:
@@ -336,6 +350,6 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_too_slow(self) -> None:
         self._timer = None
         if self._running is not None and not self._running.response_complete:
-            self._arm(self.head_seconds)  # a head behind a running request has time until that is answered
+            self._arm(self.head_seconds)  # a head behind a running request has time until the request is answered
         else:
             self.transport.close()

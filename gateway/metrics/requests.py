@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gateway.metrics.histogram import Histogram, Histograms
 from tenants.rows import LedgerRow, OpenEntry
-from tenants.snapshot import Snapshot, TeamEntry
+from tenants.snapshot import KnownTeam, Snapshot
 
 TEAMS_MAX = 500
 MODELS_MAX = 16
@@ -53,10 +53,7 @@ class TeamMeters:
     requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by tier, model, outcome
     tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # by model, type
     promotions: Counter[str] = field(default_factory=Counter)  # by tier
-    served_us: int = 0
-    overhead_us: int = 0  # a part of served_us
-    entitled_us: int = 0
-    exhausted: int = 0
+    totals: Counter[str] = field(default_factory=Counter)  # of the team counters that are summed, by name
 
 
 class Meters:
@@ -66,7 +63,7 @@ class Meters:
         self._source = source
         self._teams_max = teams_max
         self._seen: Snapshot | None = None
-        self._live: dict[int, TeamEntry] = {}
+        self._live: dict[int, KnownTeam] = {}
         self._places: dict[int, TeamMeters] = {}
         self._models: set[str] = set()
         self.inflight: Counter[str] = Counter()  # by tier
@@ -82,7 +79,7 @@ class Meters:
 
     # --- teams --------------------------------------------------------------------------------------------------
 
-    def live(self) -> dict[int, TeamEntry]:
+    def live(self) -> dict[int, KnownTeam]:
         """The teams there are, by id. Archived ones lose their places here."""
         snapshot = self._source.current
         if snapshot is not self._seen:

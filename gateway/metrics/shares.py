@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from engine.wire.messages import ServiceSamples, TeamSample
 from gateway.metrics.requests import Meters
+from policies.team_counters import Over, names_over
 from tenants.reports import weighted_jain
 
 WINDOW_SECONDS = 60.0
+_SUMMED = names_over(Over.SUM)
 
 
 @dataclass(slots=True)
@@ -69,10 +71,8 @@ class ServiceMeters:
         live = self._meters.live()
         for sample in samples.teams:
             team = self._meters.team(sample.team_id)
-            team.served_us += sample.served_us
-            team.overhead_us += sample.overhead_us
-            team.entitled_us += sample.entitled_us
-            team.exhausted += sample.exhausted
+            for name in _SUMMED:
+                team.totals[name] += getattr(sample, name)
             entry = live.get(sample.team_id)
             if entry is not None:
                 team.promotions[entry.tier.name] += sample.promotions
@@ -112,7 +112,7 @@ class ServiceMeters:
                 share.add(part, -1)
                 if not share.intervals:
                     del self._shares[team_id]
-        for team_id in [one for one, (at, _) in self._latest.items() if at <= oldest]:
+        for team_id in [other_id for other_id, (at, _) in self._latest.items() if at <= oldest]:
             del self._latest[team_id]
 
     def shares(self) -> dict[int, Share]:

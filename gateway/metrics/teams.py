@@ -1,4 +1,8 @@
-"""The families of `/metrics` that have a team as label: its counters, and its share of the last minute."""
+"""The families of `/metrics` that have a team as label: its counters, and its share of the last minute.
+
+A declared counter with a `metric` gets its family here (`policies.team_counters`). Families with more labels than the
+team, and those that are worked out from several counters, are written out.
+"""
 
 from collections.abc import Iterable
 
@@ -7,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from gateway.metrics.requests import Meters
 from gateway.metrics.shares import ServiceMeters
+from policies.team_counters import TEAM_COUNTERS, Over
 
 
 def team_counters(meters: Meters, service: ServiceMeters) -> Iterable[Metric]:
@@ -17,24 +22,26 @@ def team_counters(meters: Meters, service: ServiceMeters) -> Iterable[Metric]:
     tokens = CounterMetricFamily("terazi_tokens", text, labels=["team", "model", "type"])
     text = "Device seconds charged: compute, and overhead (copies and replays that the team caused)."
     device = CounterMetricFamily("terazi_device_seconds", text, labels=["team", "phase"])
-    text = "Device seconds that the team was entitled to while it had work."
-    entitled = CounterMetricFamily("terazi_entitled_device_seconds", text, labels=["team"])
     text = "Grants given to starving sequences."
     promotions = CounterMetricFamily("terazi_promotions", text, labels=["team", "tier"])
-    text = "Times a starving sequence found its team's promotion budget too small."
-    exhausted = CounterMetricFamily("terazi_promotion_budget_exhausted", text, labels=["team"])
+    declared = {
+        counter: CounterMetricFamily(counter.metric, counter.text, labels=["team"])
+        for counter in TEAM_COUNTERS
+        if counter.metric is not None and counter.over is Over.SUM
+    }
     for team, counts in meters.teams():
         for labels, count in sorted(counts.requests.items()):
             requests.add_metric([team, *labels], count)
         for token_labels, count in sorted(counts.tokens.items()):
             tokens.add_metric([team, *token_labels], count)
-        device.add_metric([team, "compute"], (counts.served_us - counts.overhead_us) / 1e6)
-        device.add_metric([team, "overhead"], counts.overhead_us / 1e6)
-        entitled.add_metric([team], counts.entitled_us / 1e6)
+        served_us, overhead_us = counts.totals["served_us"], counts.totals["overhead_us"]
+        device.add_metric([team, "compute"], (served_us - overhead_us) / 1e6)
+        device.add_metric([team, "overhead"], overhead_us / 1e6)
         for tier, count in sorted(counts.promotions.items()):
             promotions.add_metric([team, tier], count)
-        exhausted.add_metric([team], counts.exhausted)
-    yield from (requests, tokens, device, entitled, promotions, exhausted)
+        for counter, family in declared.items():
+            family.add_metric([team], counts.totals[counter.name] / counter.per_shown)
+    yield from (requests, tokens, device, promotions, *declared.values())
     text = (
         "Device seconds without a whole answer: of requests that ended as disconnect, error or shutdown, and "
         "overhead (copies and replays of all requests)."
@@ -53,14 +60,17 @@ def team_gauges(meters: Meters, service: ServiceMeters) -> Iterable[Metric]:
         for family, value in ((achieved, share.achieved), (entitled, share.entitled)):
             if value is not None:
                 family.add_metric([meters.label(place)], value)
-    text = "Largest lag D of the team's latest interval in the last 60 s, in device seconds per unit of weight."
-    lag = GaugeMetricFamily("terazi_service_lag_seconds", text, labels=["team"])
-    text = "Work in seconds that the team's starving requests may still be promoted by; of `other` the least."
-    budget = GaugeMetricFamily("terazi_promotion_budget_remaining", text, labels=["team"])
+    declared = {
+        counter: GaugeMetricFamily(counter.metric, counter.text, labels=["team"])
+        for counter in TEAM_COUNTERS
+        if counter.metric is not None and counter.over is not Over.SUM
+    }
     for place, samples in sorted(service.latest().items()):
-        label = [meters.label(place)]
-        lag.add_metric(label, max(sample.lag_max_us for sample in samples) / 1e6)
-        budget.add_metric(label, min(sample.budget_us for sample in samples) / 1e6)
+        for counter, family in declared.items():
+            values = [getattr(sample, counter.name) for sample in samples]
+            # The teams of `other` show the largest where the largest counts, and else the least.
+            value = max(values) if counter.over is Over.MOST else min(values)
+            family.add_metric([meters.label(place)], value / counter.per_shown)
     text = (
         "Weighted Jain index of served / entitled over the teams backlogged in the last 60 s: 1 when all got the "
         "same part of what they were entitled to. Absent when no team was."
@@ -69,4 +79,4 @@ def team_gauges(meters: Meters, service: ServiceMeters) -> Iterable[Metric]:
     index = service.jain()
     if index is not None:
         jain.add_metric([], index)
-    yield from (achieved, entitled, lag, budget, jain)
+    yield from (achieved, entitled, *declared.values(), jain)

@@ -1,4 +1,4 @@
-"""Who a caller is and what its request may hold. Decides at once, never waits, and ends what it began exactly once."""
+"""Who a caller is, and what its request may hold. No call here waits, and a claim that was begun ends exactly once."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from tenants.rows import LedgerRow, OpenEntry
 from tenants.snapshot import Identity
 
 _MAX_KEY_CHARS = 512
-# One text whether a key is unknown, wrong or malformed.
+# An unknown, a wrong and a malformed key get the same text.
 _INVALID_KEY = "Incorrect API key provided. Send 'Authorization: Bearer <your team's key>'."
 _NO_KEY = "No API key provided. Send 'Authorization: Bearer <your team's key>'."
 
@@ -26,11 +26,12 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def key_from(headers: RawHeaders) -> str:
-    """The one key a request carries: `Authorization: Bearer`, `x-api-key` or `api-key`. Never from a query string.
+    """The API key that a request carries, in `Authorization: Bearer`, `x-api-key` or `api-key`.
 
-    The scheme is case-insensitive (RFC 9110 §11.1) and blanks around the key do not count; the key itself is taken as
-    it is. An Authorization header of another scheme, or without a key, is somebody else's when a key stands elsewhere:
-    a proxy with a password of its own passes that header on. Raises Unauthenticated for no key, or several that differ.
+    A query string is not read. The scheme is case-insensitive (RFC 9110 §11.1), and blanks around the key do not count;
+    the key itself is taken as it is. An Authorization header with another scheme, or without a key, is ignored when a
+    key stands in another header: a proxy with a password of its own passes that header on. Raises Unauthenticated when
+    there is no key, or several keys that differ.
     """
     keys: set[str] = set()
     has_other_scheme = False
@@ -56,7 +57,7 @@ def key_from(headers: RawHeaders) -> str:
 
 
 def identify(state: GatewayState, headers: RawHeaders) -> Identity:
-    """The team behind the request's key, from memory. Raises Unauthenticated or Forbidden."""
+    """The identity of the request's key, from the snapshot in memory. Raises Unauthenticated or Forbidden."""
     key = key_from(headers)
     if len(key) > _MAX_KEY_CHARS:
         raise Unauthenticated(_INVALID_KEY)
@@ -72,7 +73,7 @@ def identify(state: GatewayState, headers: RawHeaders) -> Identity:
 
 
 def limit_error(error: LimitExceeded) -> GatewayError:
-    """A limit of one's own, as its 429."""
+    """The 429 for a limit that the caller's team has reached."""
     message = error.message
     if error.hard == 0:
         message += (
@@ -89,16 +90,16 @@ def limit_error(error: LimitExceeded) -> GatewayError:
         details=details,
         retry_after_seconds=error.retry_after_seconds,
     )
-    if error.never_fits:  # the same request can never pass
+    if error.never_fits:  # the same request can never be admitted
         refusal.should_retry = False
-        refusal.has_time = error.hard > 0  # a smaller one can, then
+        refusal.has_time = error.hard > 0  # a smaller request can be, at that time
     return refusal
 
 
 class Claim:
-    """What one request holds: a request and a slot at once, then its tokens and a ledger entry.
+    """What one request holds: from the start a request and a slot, later its tokens and a ledger entry.
 
-    Ends in exactly one `settle` or `release`, and in one `close` if it was opened.
+    It ends in exactly one `settle` or `release`, and in one `close` if `admit` has succeeded.
     """
 
     def __init__(self, state: GatewayState, identity: Identity) -> None:
@@ -107,14 +108,17 @@ class Claim:
             raise draining_error()
         self._state = state
         self.identity = identity
-        self.is_open = False  # has a ledger entry that is not closed
+        self.is_open = False  # whether there is a ledger entry that is not closed
         try:
             self._reservation = state.leases.reserve_request(identity)
         except LimitExceeded as error:
             raise limit_error(error) from None
 
     def admit(self, entry: OpenEntry) -> None:
-        """Reserve prompt and max tokens and open the ledger entry. On any refusal everything has been given back."""
+        """Reserve prompt and max tokens, and open the ledger entry.
+
+        Raises RateLimited, or Unavailable when the ledger cannot be written. Everything has then been given back.
+        """
         try:
             self._state.leases.reserve_tokens(self._reservation, entry.prompt_tokens + entry.max_tokens)
             self._state.ledger.open(entry)
@@ -128,24 +132,27 @@ class Claim:
 
     @property
     def is_outstanding(self) -> bool:
-        """Neither settled nor released."""
+        """Whether the claim is neither settled nor released."""
         return self._reservation.state is ReservationState.OUTSTANDING
 
     def settle(self, tokens_used: int) -> None:
-        """The request was dispatched and used so many tokens."""
+        """End a claim whose request was submitted and used so many tokens."""
         self._state.leases.settle(self._reservation, tokens_used)
 
     def amend(self, tokens_used: int | None) -> None:
-        """What the row says counts, whatever was settled before it was known; None gives everything back."""
+        """Correct what was settled, once the ledger row is known. None gives everything back."""
         self._state.leases.amend(self._reservation, tokens_used)
 
     def release(self) -> None:
-        """The request was refused or never ran: give everything back, unless it has ended already."""
+        """End a claim whose request was refused or never ran: give everything back.
+
+        Does nothing if the claim has ended.
+        """
         if self.is_outstanding:
             self._state.leases.release(self._reservation)
 
     def close(self, row: LedgerRow) -> None:
-        """Book the row."""
+        """Book the request's ledger row. Call it once, after `admit`."""
         assert self.is_open, "a row without an open entry, or a second one"
         self.is_open = False
         self._state.ledger.close(row)
@@ -153,7 +160,7 @@ class Claim:
 
 
 def queue_timeout(tier: Tier) -> Overloaded:
-    """The request waited as long as its tier allows and has not started."""
+    """The error of a request that waited as long as its tier allows and has not started."""
     return Overloaded(
         f"The request did not start within {tier.max_queue_seconds} s, the longest that the tier {tier.name} waits. "
         "Try again when less is going on, or ask the operator for a longer wait: "

@@ -1,7 +1,7 @@
 """The public listener: routes, and the one layer around them that makes every answer look the same.
 
-Keys are checked by each route, never by path prefix: a path without a route is a 404 for everybody, and the probes are
-the only routes that need no key. The Host header is never looked at.
+Each route checks the key; no path prefix does. So a path without a route is a 404 for everybody, and the probes are the
+only routes that need no key. The Host header is ignored.
 """
 
 import re
@@ -19,9 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import GatewayError, HeadersTooLarge, MethodNotAllowed, NotFound
-from gateway.openai import headers as limits_headers
 from gateway.openai.admission import identify
 from gateway.openai.completions import REQUEST_ID_KEY, SHOWN_ID_KEY, Completions
+from gateway.openai.headers import limit_headers, tier_headers
 from gateway.openai.reply import JSON_HEADERS
 from gateway.openai.state import GatewayState as GatewayState
 from gateway.openai.state import HttpSettings as HttpSettings
@@ -46,7 +46,7 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
 def public_app(state: GatewayState, refusals: RefusalLog | None = None) -> Starlette:
-    """The ASGI app of the OpenAI routes and the probes. `refusals` logs what they refuse."""
+    """The ASGI app of the OpenAI routes and the probes. `refusals` logs the requests that are refused."""
     routes = [
         Route(CHAT, Completions(state, CHAT), methods=["POST"]),
         Route(TEXT, Completions(state, TEXT), methods=["POST"]),
@@ -74,7 +74,7 @@ def public_app(state: GatewayState, refusals: RefusalLog | None = None) -> Starl
 
 
 class Edge:
-    """The outermost layer: request id, header limits, path spelling, CORS, and an envelope for what nobody caught."""
+    """The layer around all routes: request id, header limits, path spelling, CORS, and an envelope for bugs."""
 
     def __init__(self, app: ASGIApp, state: GatewayState) -> None:
         self._app = app
@@ -128,8 +128,9 @@ class Edge:
             await self._app(scope, receive, send_with_headers)
         except Exception:
             if not is_started:
-                await _send_error(send_with_headers, GatewayError("Internal error."), request_id)
-            raise  # the server logs it, and closes a stream that had begun
+                bug = GatewayError("The server failed on this request; its log says why.")
+                await _send_error(send_with_headers, bug, request_id)
+            raise  # uvicorn logs the bug, and closes a stream that had begun
 
     def _header_refusal(self, scope: Scope) -> GatewayError | None:
         headers = scope["headers"]
@@ -143,13 +144,13 @@ class Edge:
 
 
 def _one_spelling(path: str) -> str:
-    """Repeated slashes and one at the end, as people type base URLs, do not count."""
+    """The path without repeated slashes and without a slash at the end, which people type into base URLs."""
     path = _SLASHES.sub("/", path)
     return path[:-1] if len(path) > 1 and path.endswith("/") else path
 
 
 def _preflight_headers(asked: Mapping[str, str]) -> dict[str, str]:
-    """A browser asks without a key; what it asks for is allowed (the real request still needs the key)."""
+    """The answer to a browser's preflight, which has no key. It allows what is asked; the real request needs a key."""
     return {
         "allow": "GET, HEAD, POST, OPTIONS",
         "access-control-allow-methods": "GET, HEAD, POST, OPTIONS",
@@ -171,9 +172,9 @@ async def _send_error(send: Send, error: GatewayError, request_id: str) -> None:
 
 
 class Models:
-    """GET /v1/models and /v1/models/{id}: the model being served. Needs a key, counts as no request.
+    """GET /v1/models and /v1/models/{id}: the model that is served. Needs a key, but does not count as a request.
 
-    While the model loads both are a 503 `starting`, as the other routes are.
+    While the model loads the answer is a 503 `starting`, as on the other routes.
     """
 
     def __init__(self, state: GatewayState) -> None:
@@ -190,13 +191,13 @@ class Models:
             if not found:
                 raise NotFound(f"The model {wanted[:200]!r} does not exist.", code="model_not_found", param="model")
             document = found[0]
-        headers = limits_headers.limit_headers(state.leases.view(identity)) | limits_headers.tier_headers(identity)
+        headers = limit_headers(state.leases.view(identity)) | tier_headers(identity)
         await _send(send, 200, {**JSON_HEADERS, **headers}, msgspec.json.encode(document))
 
     def _models(self) -> list[dict[str, Any]]:
         hello, tokenizer = self._state.engine.hello, self._state.tokenizer
         if hello is None or tokenizer is None:
-            # An empty list would be kept by user interfaces, and taken for readiness by probes.
+            # Do not answer with an empty list: user interfaces would keep it, and probes would take it for readiness.
             raise starting_error()
         endpoints = [CHAT, TEXT] if tokenizer.has_chat_template else [TEXT]
         return [
@@ -213,9 +214,10 @@ class Models:
 
 
 class Probe:
-    """/livez: this process answers. /readyz: it can serve; 503 with the reason otherwise. No key, never counted.
+    """/livez says that this process answers. /readyz says that it can serve, else it is a 503 with the reasons.
 
-    A database that is away makes readiness `degraded`, not red: work goes on while the journal has room.
+    Both need no key and count as no request. While the database is away /readyz says `degraded` and stays a 200,
+    because requests are served while the journal has room.
     """
 
     def __init__(self, state: GatewayState, *, is_readiness: bool) -> None:
@@ -240,7 +242,7 @@ _HINTS = {
 
 
 def _hint(path: str) -> str:
-    """What the caller of an unknown path most likely meant."""
+    """What to tell the caller of an unknown path: the route that was most likely meant."""
     for prefix, hint in _HINTS.items():
         if path == prefix or path.startswith(prefix + "/"):
             return hint
@@ -251,7 +253,7 @@ def _hint(path: str) -> str:
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """What the router raises (404, 405), in the envelope."""
+    """The answer for an error of the router, 404 or 405, in the envelope."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     refusal: GatewayError

@@ -1,4 +1,4 @@
-"""What a request's end means in tokens and in its ledger row. Pure: facts in, numbers out."""
+"""What a request's end means for its tokens and its ledger row. Pure: facts in, numbers out."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import msgspec
 from engine.wire.messages import Hello, ServiceSamples
 from gateway.errors import GatewayError
 from gateway.link.client import RequestStream
+from policies import team_counters
 from tenants.rows import (
     SIMULATED_PREFIX,
     InterferenceRow,
@@ -21,12 +22,12 @@ from tenants.rows import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a request ended, as its ledger row says it."""
+    """How a request ended, in the words of its ledger row."""
 
     outcome: Outcome
     finish_reason: str | None = None
     error_code: str | None = None
-    is_refusal: bool = False  # of ours: a request that never ran is then given back
+    is_refusal: bool = False  # we refused the request: if it never ran, it is given back
 
 
 UNEXPECTED = Ending("error", error_code="internal_error")
@@ -35,7 +36,7 @@ SHUTDOWN = Ending("shutdown", error_code="draining", is_refusal=True)
 
 
 def ending_of(error: GatewayError) -> Ending:
-    """The ending that an error answer stands for."""
+    """The ending of a request that is answered with `error`."""
     if error.code == "queue_timeout":
         return Ending("timeout", error_code=error.code, is_refusal=True)
     if error.code == "draining":
@@ -44,21 +45,22 @@ def ending_of(error: GatewayError) -> Ending:
 
 
 def booked_engine_id(hello: Hello) -> str:
-    """The engine as ledger rows name it: with a mark where no model computes, so that every report can tell."""
+    """The engine's id in ledger rows. A simulated engine's id has a mark, so that every report can tell."""
     return SIMULATED_PREFIX + hello.engine_id if hello.is_simulated else hello.engine_id
 
 
 def has_run(stream: RequestStream) -> bool:
-    """It was in at least one step."""
+    """Whether the request was in at least one step."""
     return stream.num_tokens > 0 or stream.device_us > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What one request used: one number for its quota, its ledger row, the reports, the metrics and the next start.
+    """What one request used. Its quota, its ledger row, the reports, the metrics and the next start all use these
+    numbers.
 
-    The row tells it: the outcome of a request that is given back (None in place of a Use) is in
-    `tenants.rows.GIVEN_BACK`, and its row has no tokens (`tenants.reports.queries.IS_REQUEST`).
+    A request that is given back has None in place of a Use. Its row tells: the outcome is in `tenants.rows.GIVEN_BACK`,
+    and the row has no tokens (`tenants.reports.queries.IS_REQUEST`).
     """
 
     prompt_tokens: int
@@ -66,17 +68,17 @@ class Use:
 
     @property
     def tokens(self) -> int:
-        """What the team's tokens of the minute are settled at."""
+        """The tokens at which the team's minute is settled."""
         return self.prompt_tokens + self.output_tokens
 
 
 def use_of(entry: OpenEntry, stream: RequestStream | None, ending: Ending) -> Use | None:
-    """What the request used, or None when it is given back whole, its place in the minute too.
+    """What the request used; None when the whole request is given back, also its place in the minute.
 
-    * A request that was in a step used its whole prompt, however far its prefill came, and the output generated.
-    * A request that never ran used no tokens. Its place in the minute stays taken if its client left it or if it
-      failed by itself; it is given back if we refused it (queue full, queue timeout, engine lost, shutdown).
-    * While the engine's word on an abandoned request is not known, its prompt counts as computed.
+    * A request that was in a step used its whole prompt, however far its prefill came, and the output it generated.
+    * A request that never ran used no tokens. If its client left or the request failed by itself, its place in the
+      minute stays taken. If we refused it (queue full, queue timeout, engine lost, shutdown), it is given back.
+    * While the engine has not said how far a request had come that its client left, its prompt counts as computed.
     """
     if stream is not None and has_run(stream):
         return Use(entry.prompt_tokens, stream.finished.output_tokens if stream.finished else stream.num_tokens)
@@ -95,7 +97,10 @@ def ledger_row(
     finished_at_us: int,
     first_token_at_us: int | None,
 ) -> LedgerRow:
-    """The request's one row. The engine's own count wins; without it, what was received of it."""
+    """The request's ledger row. It has the engine's counts if they have come, else the counts of what was received.
+
+    `finished_at_us` and `first_token_at_us` are microseconds since 1970.
+    """
     opened = {name: getattr(entry, name) for name in OpenEntry.__slots__}
     use = use_of(entry, stream, ending)
     opened["prompt_tokens"] = use.prompt_tokens if use is not None else 0
@@ -138,15 +143,19 @@ def ledger_row(
 
 
 def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
-    """One interval of the engine's samples, which ended at `at_us`, as the rows it is booked in."""
+    """The rows to book for one interval of the engine's samples, which ended at `at_us`."""
     rows: list[SampleRow] = []
     for team in samples.teams:
-        values = msgspec.structs.asdict(team)
-        del values["waiting_levels"]  # for metrics only
         rows.append(
-            ServiceSampleRow(at_us=at_us, interval_ms=samples.interval_ms, lag_bound_us=samples.lag_bound_us, **values)
+            ServiceSampleRow(
+                at_us=at_us,
+                team_id=team.team_id,
+                interval_ms=samples.interval_ms,
+                lag_bound_us=samples.lag_bound_us,
+                **team_counters.values(team),
+            )
         )
-    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(one)) for one in samples.interference]
+    rows += [InterferenceRow(at_us=at_us, **msgspec.structs.asdict(pair)) for pair in samples.interference]
     rows.append(
         StepSampleRow(
             at_us=at_us,
@@ -159,7 +168,7 @@ def sample_rows(samples: ServiceSamples, at_us: int) -> list[SampleRow]:
 
 
 def log_fields(row: LedgerRow) -> dict[str, object]:
-    """The one log line of an ended request: ids, counts and waits; no prompt, no key."""
+    """The fields of an ended request's log line: ids, counts and waits, but no prompt and no key."""
     started = row.started_at_us
     return {
         "request_id": row.request_id,

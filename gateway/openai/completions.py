@@ -1,14 +1,15 @@
-"""One completion request's way, top to bottom; the order of checks is the design's.
+"""One completion request's way, from top to bottom. The order of the checks matters.
 
     head    identify the key (401/403), reserve one request and one slot (429)
-    body    wait for room (429, 503), read under a limit (413), decode (400), find the model (404), template and encode;
-            the impossible ends (400)
+    body    wait for room (429, 503), read under a limit (413), decode (400), find the model (404), render and encode;
+            a request that can never run ends (400)
     admit   reserve prompt + clamped max tokens (429), open the ledger entry (503)
-    run     submit to the engine; from here it queues there and nowhere else
-    answer  tokens -> text -> stop strings -> chunks, while watching for the client's departure
-    end     one `finally`: abort if unfinished, settle once, close the ledger entry; only then the last bytes go out
+    run     submit to the engine; from here the request waits in the engine's queue only
+    answer  tokens -> text -> stop strings -> chunks, while watching whether the client leaves
+    end     one `finally`: abort if unfinished, settle once, close the ledger entry; only then send the last bytes
 
-Until the first byte has gone every refusal has its proper status; after it, failures are error events without [DONE].
+Until the first byte is sent, every refusal has its proper status. After that, a failure is an error event without
+[DONE].
 """
 
 import asyncio
@@ -23,7 +24,6 @@ from engine.wire.messages import Finished, Hello, SamplingParams, Submit
 from gateway.errors import ClientGone, EngineDied, EngineFailed, GatewayError, Retryable, Unavailable
 from gateway.link.client import RequestStream
 from gateway.listen.body import check_media_type, discard_body, read_body
-from gateway.openai import headers as limits_headers
 from gateway.openai.admission import Claim, identify, queue_timeout
 from gateway.openai.booking import (
     CLIENT_CLOSED,
@@ -37,6 +37,7 @@ from gateway.openai.booking import (
     use_of,
 )
 from gateway.openai.disconnect import Departure
+from gateway.openai.headers import limit_headers, tier_headers, timing_headers
 from gateway.openai.reply import JSON_HEADERS, STREAM_HEADERS, Reply
 from gateway.openai.request_fields import ignored_header
 from gateway.openai.state import GatewayState, Timer, engine_away_error, starting_error
@@ -51,14 +52,14 @@ from tenants.snapshot import Identity
 
 _log = logging.getLogger("terazi.requests")
 _PROGRESS_TOKENS = 64  # between two progress lines in the journal
-_LINGER_SECONDS = 1.0  # for the rest of a body, before an answer that closes the connection
+_LINGER_SECONDS = 1.0  # to read the rest of a body before an answer that closes the connection
 
 REQUEST_ID_KEY = "terazi.request_id"  # in the ASGI scope, set by the outermost middleware
-SHOWN_ID_KEY = "terazi.shown_id"  # likewise: the caller's own id, where it sent one
+SHOWN_ID_KEY = "terazi.shown_id"  # in the ASGI scope: the caller's own id, if it sent one, else ours
 
 
 def sampling_of(prepared: Prepared) -> SamplingParams:
-    """What the engine is told of a request's sampling; a seed is drawn for one without."""
+    """The sampling parameters for the engine. A request without a seed gets a random seed."""
     request = prepared.request
     return SamplingParams(
         temperature=request.temperature,
@@ -73,7 +74,7 @@ def sampling_of(prepared: Prepared) -> SamplingParams:
 
 
 class Completions:
-    """The ASGI endpoint of one of the two routes."""
+    """The ASGI endpoint of `endpoint`, one of the two completion routes."""
 
     def __init__(self, state: GatewayState, endpoint: Endpoint) -> None:
         self._state = state
@@ -101,20 +102,20 @@ class _Call:
         self._claim: Claim | None = None
         self._entry: OpenEntry | None = None
         self._stream: RequestStream | None = None
-        self._has_called = False  # so far as to count as a request of its team's minute, whatever becomes of it
+        self._has_called = False  # whether a request that is not admitted still counts in its team's minute
         self._timer: Timer | None = None
         self._is_heartbeat_due = False
         self._sent_at = state.clock.monotonic()
-        self._has_body = False  # all of it was read
+        self._has_body = False  # the whole body was read
         self._is_json = False  # the content type says so
         self._is_stream = False
         self._ignored_fields: tuple[str, ...] = ()
-        self._has_sent_first = False  # chunk of text
-        self._num_tokens = 0  # taken from the stream
+        self._has_sent_first = False  # the first chunk of text was sent
+        self._num_tokens = 0  # that were taken from the stream
         self._first_token_at_us: int | None = None
 
     async def run(self) -> None:
-        """Answer the request, whatever becomes of it."""
+        """Serve the request and answer it, with its result or its refusal."""
         ending = UNEXPECTED
         error: GatewayError | None = None
         answer: bytes | None = None
@@ -125,11 +126,12 @@ class _Call:
             ending = CLIENT_CLOSED
             self._has_called = True
         except GatewayError as refusal:
-            # Its traceback holds this frame and those with the body in a circle: megabytes until a full collection.
+            # The traceback refers to this frame and to the frames with the body, and they refer to the error. Such a
+            # cycle would keep megabytes until a full garbage collection.
             error = refusal.with_traceback(None)
             error.__context__ = None
             ending = ending_of(refusal)
-            # What the caller did wrong has cost work; what we had no room for is no call.
+            # A request that is wrong has cost work, so it counts. A request for which we had no room does not.
             self._has_called = refusal.status < 500 and not isinstance(refusal, Retryable)
         except asyncio.CancelledError:
             ending = SHUTDOWN
@@ -144,7 +146,10 @@ class _Call:
             await self._leave()
 
     async def _serve(self) -> tuple[bytes, str]:
-        """Everything but the last bytes, which are returned with the finish reason."""
+        """Do everything but send the last bytes. Returns these bytes and the finish reason.
+
+        Raises GatewayError for a refusal, ClientGone when the client has left.
+        """
         state = self._state
         began = state.clock.monotonic()
         self._identity = self._scope[IDENTITY_KEY] = identify(state, self._raw_headers)
@@ -157,10 +162,10 @@ class _Call:
             self._departure.start()
             hello, tokenizer = self._model()
             prepared = await self._prepare(body, hello, tokenizer)
-            del body  # or it would stay for as long as the answer takes
+            del body  # or it would stay in memory until the answer ends
         finally:
             hold.give_back()
-        self._departure.check()  # who has left while its body was prepared gets nothing submitted, opened or booked
+        self._departure.check()  # a client that left meanwhile: nothing is submitted or booked
         self._is_stream = prepared.request.stream
         self._ignored_fields = prepared.request.ignored_fields
         self._entry = self._open_entry(prepared, hello)
@@ -194,7 +199,7 @@ class _Call:
         return body
 
     async def _prepare(self, body: bytes, hello: Hello, tokenizer: ModelTokenizer) -> Prepared:
-        """May wait for its turn: a client that has left meanwhile costs nothing more."""
+        """Prepare the body. This may wait for the team's turn; if the client leaves meanwhile, no work is done."""
         assert self._claim is not None
         return await self._state.preparation.prepare(
             self._claim.identity.team_id,
@@ -245,7 +250,10 @@ class _Call:
     # --- while it runs ------------------------------------------------------------------------------------------
 
     async def _relay(self, prepared: Prepared, stream: RequestStream, tokenizer: ModelTokenizer) -> tuple[bytes, str]:
-        """Turn tokens into the answer until the engine or a stop string ends it."""
+        """Turn tokens into the answer, until the engine or a stop string ends it.
+
+        Returns the last bytes of the answer and the finish reason.
+        """
         request = prepared.request
         text = Detokenizer(tokenizer.table, request.stops, min_tokens=request.min_tokens)
         writer = AnswerWriter(request, self._request_id, self._received_at_us // 1_000_000)
@@ -265,7 +273,7 @@ class _Call:
                 continue
             if token_ids:
                 await self._send_text(writer, piece)
-            if self._is_heartbeat_due:  # and no text has gone meanwhile
+            if self._is_heartbeat_due:  # no text was sent meanwhile
                 await self._send_heartbeat()
         if text.is_stopped and stream.finished is None:
             await self._stop_engine(stream)
@@ -278,10 +286,10 @@ class _Call:
         return head + writer.last("".join(pieces), finish_reason, usage), finish_reason
 
     async def _stop_engine(self, stream: RequestStream) -> None:
-        """End a request whose text is complete, and wait for the engine's count of it.
+        """Abort a request whose text is complete, and wait for the engine's count of its tokens.
 
-        That count decides what the request costs, so usage, quota and ledger all say the same number. An engine that
-        dies or hangs now does not take the answer away.
+        The count decides what the request costs, so usage, quota and ledger all have the same number. If the engine
+        dies or hangs now, the client still gets its answer.
         """
         self._state.engine.abort(self._request_id)
         with contextlib.suppress(TimeoutError, Unavailable):
@@ -301,7 +309,8 @@ class _Call:
             self._note_progress()
 
     def _note_progress(self) -> None:
-        """What the row says if this process is killed before the request's end."""
+        """Note for the ledger row how far the request has come, in case this process is killed before the request's
+        end."""
         assert self._stream is not None
         self._state.ledger.progress(
             Progress(
@@ -314,7 +323,10 @@ class _Call:
         )
 
     def _natural_end(self, finished: Finished | None) -> str:
-        """The finish reason of a request that the engine ended. Raises what went wrong otherwise."""
+        """The finish reason of a request that the engine ended.
+
+        Raises Overloaded after a queue timeout, EngineFailed after an error, EngineDied for any other end.
+        """
         assert finished is not None and self._claim is not None
         if finished.reason in ("stop", "length"):
             return finished.reason
@@ -322,12 +334,12 @@ class _Call:
             raise queue_timeout(self._claim.identity.tier)
         if finished.reason == "error":
             raise EngineFailed(f"The engine failed on this request: {finished.message or 'no reason given'}.")
-        raise EngineDied("The engine gave this request up.")
+        raise EngineDied("The engine ended this request before it was complete.")
 
     def _usage(self, stream: RequestStream) -> Usage:
         assert self._entry is not None
         finished = stream.finished
-        if finished is None:  # a stop string, and an engine that has not answered the abort
+        if finished is None:  # a stop string ended the text, and the engine has not answered the abort
             return Usage(self._entry.prompt_tokens, stream.num_tokens)
         return Usage(self._entry.prompt_tokens, finished.output_tokens, finished.cached_tokens)
 
@@ -341,7 +353,10 @@ class _Call:
             await self._send(data)
 
     async def _send_heartbeat(self) -> None:
-        """Headers at last, or a comment after a long silence."""
+        """Send a comment, so that the client sees that the stream lives.
+
+        The first comment may bring the headers too.
+        """
         await self._start_stream()
         await self._send(KEEP_ALIVE)
 
@@ -361,7 +376,10 @@ class _Call:
         self._timer = self._state.clock.call_later(seconds, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Ask for a heartbeat if nothing was sent for the whole interval; else look again when that could be."""
+        """Ask for a heartbeat if nothing was sent for a whole interval.
+
+        If something was, look again at the interval's end.
+        """
         assert self._stream is not None
         interval = self._state.settings.keep_alive_interval
         rest = self._sent_at + interval - self._state.clock.monotonic() if self._reply.is_started else 0.0
@@ -373,7 +391,7 @@ class _Call:
     # --- its end ------------------------------------------------------------------------------------------------
 
     async def _end(self, ending: Ending) -> None:
-        """The one clean-up: whatever this request holds is given back or booked, exactly once."""
+        """The only clean-up: give back or book whatever this request holds, exactly once."""
         if self._timer is not None:
             self._timer.cancel()
         await self._departure.stop()
@@ -388,7 +406,7 @@ class _Call:
         finally:
             self._settle(claim, ending)
             try:
-                # The slot is free; only the row still waits for what the engine charged.
+                # The slot is free now. Only the row still waits for the engine's charge.
                 if stream is not None and stream.finished is None:
                     await stream.wait_ended(settings.close_wait)
             finally:
@@ -411,7 +429,7 @@ class _Call:
         if claim.is_open and self._entry is not None:
             now_us = self._state.clock.now_us()
             use = use_of(self._entry, self._stream, ending)
-            claim.amend(None if use is None else use.tokens)  # the engine's count may have come after the settlement
+            claim.amend(None if use is None else use.tokens)  # the engine's count may be newer
             row = ledger_row(
                 self._entry,
                 self._stream,
@@ -427,19 +445,19 @@ class _Call:
     def _response_headers(self, base: Mapping[str, str]) -> dict[str, str]:
         headers = dict(base)
         if self._identity is not None:
-            headers |= limits_headers.limit_headers(self._state.leases.view(self._identity))
-            headers |= limits_headers.tier_headers(self._identity)
+            headers |= limit_headers(self._state.leases.view(self._identity))
+            headers |= tier_headers(self._identity)
         headers |= ignored_header(self._ignored_fields)
         finished = self._stream.finished if self._stream is not None else None
         first = self._first_token_at_us
-        headers |= limits_headers.timing_headers(
+        headers |= timing_headers(
             queue_us=finished.queued_us if finished is not None else None,
             first_token_us=None if first is None else first - self._received_at_us,
         )
         return headers
 
     async def _finish(self, answer: bytes) -> None:
-        """The last bytes; everything is booked."""
+        """Send the last bytes. Everything is booked by now."""
         try:
             if self._reply.is_started:
                 await self._reply.send(answer, is_last=True)
@@ -447,13 +465,13 @@ class _Call:
                 headers = self._response_headers(STREAM_HEADERS if self._is_stream else JSON_HEADERS)
                 await self._reply.whole(200, headers, answer)
         except ClientGone:
-            pass  # it had its whole answer on the way
+            pass  # the client left while the end of its answer was being sent
 
     async def _refuse(self, error: GatewayError) -> None:
-        """The refusal with its status, or an error event when headers have gone."""
+        """Send the refusal with its status, or as an error event when the headers have been sent."""
         try:
             if self._reply.is_started:
-                self._state.refused[error.code] += 1  # what has a status is counted where all refusals are
+                self._state.refused[error.code] += 1  # a refusal with a status is counted in `LogRefusals`
                 await self._reply.send(event(error.body(self._request_id)), is_last=True)
             else:
                 headers = {**self._response_headers(JSON_HEADERS), **error.headers()}
@@ -465,7 +483,7 @@ class _Call:
             pass  # nobody reads the refusal
 
     async def _leave(self) -> None:
-        """Nobody is there; complete the exchange for middleware that insists on an answer."""
+        """The client has left. Complete the exchange, because some middleware insists on an answer."""
         try:
             if self._reply.is_started:
                 await self._reply.send(b"", is_last=True)

@@ -1,7 +1,7 @@
-"""Noticing that a client has left, while its request is queued, in prefill, decoding or waiting for its own answer.
+"""Notices that a client has left, from the moment its body has been read until its request has ended.
 
-An ASGI server does not cancel a handler that waits: somebody must be awaiting `receive()`. `Departure` does, from the
-moment the body has been read until the request has ended.
+An ASGI server does not cancel a handler that waits. It reports a disconnect only to a task that awaits `receive()`,
+which is what `Departure` does.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ class Departure:
         self.is_gone = False
 
     def start(self) -> None:
-        """Begin to watch; the body must have been read."""
+        """Begin to watch. The body must have been read."""
         self._task = asyncio.create_task(self._watch(), name="client-departure")
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """Call this once when the client leaves, at once if it has."""
+        """Have `callback` called once when the client leaves. If the client has left already, it is called at once."""
         self._on_leave = callback
         if self.is_gone:
             callback()
 
     def check(self) -> None:
-        """Raises ClientGone when nobody is there any more."""
+        """Raises ClientGone when the client has left."""
         if self.is_gone:
             raise ClientGone
 

@@ -1,11 +1,17 @@
-"""The headers that tell a caller where it stands: limits, tier, times. Unlimited or not yet known is left out."""
+"""The headers that tell a caller its limits, tier and times.
+
+A limit that is not set, or a time not yet known, is left out.
+"""
 
 from tenants.leases import LimitsView
 from tenants.snapshot import Identity
 
 
 def duration_text(seconds: float) -> str:
-    """OpenAI's way to write a reset: 120ms, 1s, 6m0s, 1h2m3s. Rounded up, so that it is never too early."""
+    """A duration as OpenAI writes a limit's reset: 120ms, 1s, 6m0s, 1h2m3s.
+
+    Rounded up, so that it is never too early.
+    """
     milliseconds = -int(-seconds * 1000 // 1)
     if milliseconds < 1000:
         return f"{max(0, milliseconds)}ms"
@@ -17,7 +23,7 @@ def duration_text(seconds: float) -> str:
 
 
 def limit_headers(view: LimitsView) -> dict[str, str]:
-    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the limits that are set."""
+    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, for the limits that are set."""
     headers: dict[str, str] = {}
     for name, limit in (("requests", view.requests), ("tokens", view.tokens)):
         if limit.limit is None or limit.remaining is None or limit.reset_seconds is None:
@@ -29,12 +35,12 @@ def limit_headers(view: LimitsView) -> dict[str, str]:
 
 
 def tier_headers(identity: Identity) -> dict[str, str]:
-    """What the team's tier gives this request."""
+    """The headers with the team's tier, and the level at which its requests start."""
     return {"x-terazi-tier": identity.tier.name, "x-terazi-start-level": str(identity.tier.start_level)}
 
 
 def timing_headers(*, queue_us: int | None, first_token_us: int | None) -> dict[str, str]:
-    """`x-terazi-queue-ms` and `server-timing`, of what is known."""
+    """`x-terazi-queue-ms` and `server-timing`, from the times that are known, given in microseconds."""
     headers: dict[str, str] = {}
     timings: list[str] = []
     if queue_us is not None:

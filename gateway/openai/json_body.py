@@ -1,7 +1,7 @@
 """JSON bodies as clients send them: a byte order mark, other encodings, whole numbers written as fractions. Pure.
 
-JSON is UTF-8 (RFC 8259 §8.1) and knows one type of number. Clients in several languages have nothing but floats, so
-8.0 is taken as 8; what a float cannot hold exactly is refused, because nobody can know which number was meant.
+JSON is UTF-8 (RFC 8259 §8.1) and has one type of number. In some clients' languages all numbers are floats, so 8.0 is
+taken as 8. A float so large that it may not be exact is refused, because nobody can know which number was meant.
 """
 
 import codecs
@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.errors import BadRequest
 
-FLOAT_EXACT_MAX = 2**53 - 1  # the largest whole number that no other one is rounded to
+FLOAT_EXACT_MAX = 2**53 - 1  # the largest whole number to which no other whole number is rounded
 _SEND_UTF8 = "Send it as UTF-8, with the header 'Content-Type: application/json; charset=utf-8'."
 # The longer marks first: UTF-32's little-endian mark begins with UTF-16's.
 _FOREIGN_STARTS = (
@@ -28,12 +28,15 @@ _FOREIGN_STARTS = (
 
 
 def without_mark(body: bytes) -> bytes:
-    """The body without one byte order mark before it: some editors and shells write one."""
+    """The body without a byte order mark at its start, which some editors and shells write."""
     return body.removeprefix(codecs.BOM_UTF8)
 
 
 def not_json(body: bytes, reason: Exception) -> BadRequest:
-    """Why a body could not be read as JSON: first its encoding, if that is not UTF-8, else the decoder's own words."""
+    """The error for a body that is not JSON.
+
+    It names the encoding if that is not UTF-8, else it has the decoder's words.
+    """
     for start, encoding in _FOREIGN_STARTS:
         if body.startswith(start):
             return BadRequest(f"The request body is {encoding}. {_SEND_UTF8}", code="invalid_encoding")
@@ -49,7 +52,7 @@ def not_json(body: bytes, reason: Exception) -> BadRequest:
 
 
 class _Name:
-    """A field's name. A type of its own, so that the decoder asks us at each one."""
+    """A field's name. It is a type of its own, so that the decoder calls our hook at each name."""
 
     __slots__ = ("text",)
 
@@ -58,9 +61,10 @@ class _Name:
 
 
 def fields_of(document: bytes | msgspec.Raw, fields_max: int) -> dict[str, msgspec.Raw]:
-    """An object's fields with their values as sent; of doubled names the last. Copies no value.
+    """An object's fields, with their values as sent. Of a doubled name the last value counts. Copies no value.
 
-    Raises BadRequest above `fields_max` fields, before more are held; msgspec.DecodeError for what is no object.
+    Raises BadRequest above `fields_max` fields, before it holds more, and msgspec.DecodeError when the text is no
+    object.
     """
     num_fields = 0
 
@@ -81,7 +85,10 @@ def fields_of(document: bytes | msgspec.Raw, fields_max: int) -> dict[str, msgsp
 
 
 def whole(param: str, value: int | float) -> int:
-    """8.0 as 8. Raises BadRequest that names `param` for 8.5, and for a float that other whole numbers round to."""
+    """`value` as a whole number: 8 for 8.0.
+
+    Raises BadRequest, with `param`, for a fraction such as 8.5, and for a float above FLOAT_EXACT_MAX.
+    """
     if isinstance(value, int):
         return value
     if not value.is_integer():
@@ -96,5 +103,5 @@ def whole(param: str, value: int | float) -> int:
 
 
 def whole_or_none(param: str, value: int | float | None) -> int | None:
-    """As `whole`; None stays None."""
+    """Like `whole`, but None stays None."""
     return None if value is None else whole(param, value)

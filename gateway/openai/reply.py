@@ -1,4 +1,4 @@
-"""One answer on its way out: knows whether headers have gone, and gives up on a client that takes nothing in."""
+"""The sending of one answer: knows whether the headers are sent, and gives up on a client that reads nothing."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from starlette.types import Send
 from gateway.errors import ClientGone
 
 JSON_HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
-# nginx holds a stream back unless it is told not to.
+# Without x-accel-buffering, nginx holds a stream back.
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-store",
@@ -17,7 +17,7 @@ STREAM_HEADERS = {
 
 
 class Reply:
-    """Owns the `send` side of one request."""
+    """Owns the `send` side of one request. `send_timeout` is seconds."""
 
     def __init__(self, send: Send, send_timeout: float) -> None:
         self._send = send
@@ -31,7 +31,7 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body. Raises ClientGone when the client takes in nothing for `send_timeout`."""
+        """Send a part of the body. Raises ClientGone when the client reads nothing for `send_timeout`."""
         try:
             async with asyncio.timeout(self._send_timeout):
                 await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -39,6 +39,6 @@ class Reply:
             raise ClientGone from None
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """A complete answer of known length."""
+        """Send a complete answer, with its length. Raises ClientGone as `send` does."""
         await self.start(status, {**headers, "content-length": str(len(body))})
         await self.send(body, is_last=True)

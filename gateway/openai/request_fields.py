@@ -1,11 +1,11 @@
-"""The fields of a completion request that are known beside those that are served: one table. Pure.
+"""The fields of a completion request that we know but do not serve, as one table. Pure.
 
-- A field that would change the answer is refused by its name, unless its value asks for what happens anyway: a 200 that
-  quietly drops `guided_json` is the worst answer.
-- A field that changes nothing in the answer is taken in silence.
-- Any other field, a typo above all, is ignored and named in the answer's `x-terazi-ignored-fields`.
+- A field that would change the answer is refused by its name, unless its value asks for what happens anyway. A 200 that
+  quietly drops `guided_json` would be the worst answer.
+- A field that changes nothing in the answer is accepted in silence.
+- Any other field, most likely a typo, is ignored and named in the answer's `x-terazi-ignored-fields`.
 
-Only the fields of the request itself and of `stream_options` are looked at, not those of messages.
+We look at the fields of the request itself and of `stream_options`, but not at fields of messages.
 """
 
 import re
@@ -18,8 +18,8 @@ import msgspec
 from gateway.errors import BadRequest
 from gateway.openai.json_body import fields_of
 
-FIELDS_MAX = 256  # of one request; more are refused
-NEUTRAL_BYTES_MAX = 256  # a longer value is not looked at: it asks for something
+FIELDS_MAX = 256  # in one request; a request with more is refused
+NEUTRAL_BYTES_MAX = 256  # a longer value is not compared: it is surely not neutral
 IGNORED_NAMES_MAX = 16  # in the header
 IGNORED_NAME_CHARS_MAX = 40
 IGNORED_HEADER = "x-terazi-ignored-fields"
@@ -28,12 +28,12 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A field that would change the answer. `null` and the `neutral` values are accepted, all others refused."""
+    """A field that would change the answer. `null` and the `neutral` values are accepted, all other values refused."""
 
     name: str
     neutral: tuple[Any, ...] = ()
     hint: str = ""  # a sentence for the refusal
-    endpoint: str = ""  # of one endpoint only
+    endpoint: str = ""  # the only endpoint for which the row holds; "" is both
 
 
 _ONE_CHOICE = "Only one choice is supported."
@@ -167,7 +167,7 @@ UNSERVED: tuple[Unserved, ...] = (
     Unserved("enable_thinking", (False,)),
 )
 
-# Taken in silence: they change nothing in the text that is answered.
+# Accepted in silence, because they change nothing in the answer's text.
 HARMLESS: tuple[str, ...] = (
     "cache_prompt",
     "cache_salt",
@@ -203,11 +203,11 @@ _ROWS = {endpoint: _rows_of(endpoint) for endpoint in ("/v1/chat/completions", "
 
 
 def check_fields(endpoint: str, body: bytes, served: Collection[str]) -> tuple[str, ...]:
-    """The names of the fields that nobody knows, in the order they were sent.
+    """Check the fields of a request. Returns the names of the unknown fields, in the order in which they were sent.
 
-    `served` are the fields that the endpoint reads, those of `stream_options` with a dot. Raises BadRequest
-    (`unsupported_parameter`, with the name) for a field of the table whose value asks for something, and above
-    FIELDS_MAX fields.
+    `served` are the fields that the endpoint reads; a field of `stream_options` is written with a dot. Raises
+    BadRequest (`unsupported_parameter`, with the name) for a field of the table with a value that is not neutral, and
+    for more than FIELDS_MAX fields.
     """
     rows = _ROWS[endpoint]
     unknown: list[str] = []
@@ -231,7 +231,7 @@ def _all_fields(body: bytes) -> Iterator[tuple[str, msgspec.Raw]]:
 
 
 def _is_neutral(row: Unserved, raw: msgspec.Raw) -> bool:
-    """Whether a value asks for nothing: null, or one of the row's own."""
+    """Whether a value is null or one of the row's neutral values."""
     if len(memoryview(raw)) > NEUTRAL_BYTES_MAX:
         return False
     try:
@@ -242,7 +242,10 @@ def _is_neutral(row: Unserved, raw: msgspec.Raw) -> bool:
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Equal as JSON is: 1.0 is 1, but true is not. An object may be empty, or say more than the neutral one."""
+    """Whether two JSON values are equal: 1.0 is 1, but true is not 1.
+
+    If the neutral value is an object with fields, an empty object is equal too, and so is an object with more fields.
+    """
     if isinstance(value, bool) != isinstance(neutral, bool):
         return False
     if isinstance(value, dict) and isinstance(neutral, dict) and neutral:
@@ -261,9 +264,10 @@ def _refusal(row: Unserved) -> str:
 
 
 def ignored_header(names: Collection[str]) -> dict[str, str]:
-    """`x-terazi-ignored-fields`, if there are any: at most IGNORED_NAMES_MAX names, in header-safe characters.
+    """The header `x-terazi-ignored-fields`, or no header if there are no names.
 
-    `...` at the end of a name or of the list says that there was more.
+    It has at most IGNORED_NAMES_MAX names, in characters that are safe in a header. `...` at the end of a name or of
+    the list says that something was cut off.
     """
     if not names:
         return {}

@@ -1,4 +1,4 @@
-"""What the public API is made of: its settings, its clock and the parts it composes. Built once by `gateway.serve`."""
+"""The parts that the public API is built of: settings, clock, tenants and engine. `gateway.serve` builds them once."""
 
 import asyncio
 import time
@@ -21,49 +21,48 @@ from tenants.rows import LedgerRow, OpenEntry, Progress
 class HttpSettings:
     """Limits and times of the public API. Durations are seconds."""
 
-    max_body_bytes: int = 8 * 1024 * 1024  # decoded; more is a 413
+    max_body_bytes: int = 8 * 1024 * 1024  # as sent and as decoded; a larger body is a 413
     max_headers: int = 100
     max_header_bytes: int = 32 * 1024  # names and values together
-    body_timeout: float = 60.0  # to send the whole body
-    send_timeout: float = 60.0  # a client that takes in nothing for so long is gone
-    early_headers_after: float = 15.0  # a stream's headers go out even without a token
-    keep_alive_interval: float = 15.0  # silence in a stream before a comment line
-    idle_connection_timeout: float = 75.0  # above the clients' pools, below the load balancer's
+    body_timeout: float = 60.0  # for the client to send the whole body
+    send_timeout: float = 60.0  # a client that reads nothing for so long counts as gone
+    early_headers_after: float = 15.0  # then a stream's headers are sent even without a token
+    keep_alive_interval: float = 15.0  # of silence in a stream, before a comment line is sent
     default_max_tokens: int = 1024  # when the caller gives none
     thread_above_bytes: int = 4096  # larger bodies are decoded and tokenised in a thread
-    process_above_bytes: int = 64 * 1024  # and still larger ones in a process of their own
-    prepare_team_bytes: int = 0  # of one team's bodies that are read or prepared; 0: three of the largest
-    prepare_total_bytes: int = 0  # and of all teams'; 0: four times as many
-    prepare_waiting_requests: int = 64  # of one team, unread
-    prepare_wait_seconds: float = 30.0  # for room, or for a turn
-    prepare_run_seconds: float = 20.0  # of one body in the process
-    prepare_idle_seconds: float = 30.0  # then the process ends
-    prepare_memory_bytes: int = 256 * 1024 * 1024  # of the process
-    settle_wait: float = 0.5  # after an abort, for the engine's count before the reservation is settled
-    close_wait: float = 10.0  # and for its charge before the ledger row is closed
-    store_lock_grace: float = 5.0  # without the store's lock for so long: not ready
-    engine_silence: float = 30.0  # open requests and no word for so long: not ready
+    process_above_bytes: int = 64 * 1024  # still larger bodies are, in a process of their own
+    prepare_team_bytes: int = 0  # of one team's bodies being read or prepared; 0: three of the largest
+    prepare_total_bytes: int = 0  # of all teams' bodies; 0: four times as many as of one team
+    prepare_waiting_requests: int = 64  # of one team, unread, that may wait for room
+    prepare_wait_seconds: float = 30.0  # to wait for room, or for a turn
+    prepare_run_seconds: float = 20.0  # for one body in the process
+    prepare_idle_seconds: float = 30.0  # without a body: then the process ends
+    prepare_memory_bytes: int = 256 * 1024 * 1024  # the most that the process may take
+    settle_wait: float = 0.5  # after an abort: how long the settlement waits for the engine's count
+    close_wait: float = 10.0  # after that: how long the ledger row waits for the engine's charge
+    store_lock_grace: float = 5.0  # not ready when the store's lock is lost for longer
+    engine_silence: float = 30.0  # not ready when the engine sends nothing for longer, while requests are open
     cors_allow_origin: str = "*"  # "" sends no CORS headers
 
 
 class Timer(Protocol):
-    """A call that has been put off."""
+    """A call that will be made later."""
 
     def cancel(self) -> None:
-        """Do not make it."""
+        """Do not make the call."""
 
 
 class GatewayClock(Protocol):
     """Time as the public API reads it."""
 
     def now_us(self) -> int:
-        """UTC epoch microseconds."""
+        """Microseconds since 1970, UTC."""
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary start."""
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call back once, on the event loop, after `seconds`."""
+        """Call `callback` once, on the event loop, after `seconds`."""
 
 
 class SystemClock:
@@ -80,28 +79,28 @@ class SystemClock:
 
 
 class LedgerBook(Protocol):
-    """Where requests are booked: `tenants.ledger.Ledger`. No call waits."""
+    """Where requests are booked. `tenants.ledger.Ledger` implements it. No call waits."""
 
     @property
     def has_room(self) -> bool:
-        """False while a new request would be refused."""
+        """False while a new request is refused: the journal is full, or SQL fails and `on_error` is "deny"."""
 
     @property
     def is_failing(self) -> bool:
-        """The database does not take rows; they wait in the journal."""
+        """True while the database does not take rows, which then wait in the journal."""
 
     @property
     def is_unwritable(self) -> bool:
-        """The disk does not take the journal's lines: a new request would be refused."""
+        """True while the disk does not take the journal's lines. A new request is then refused."""
 
     def open(self, entry: OpenEntry) -> None:
-        """Raises StoreUnavailable when the journal has no room or cannot be written."""
+        """Note that a request is admitted. Raises StoreUnavailable when the journal is full or cannot be written."""
 
     def progress(self, progress: Progress) -> None:
-        """Where an open request stands."""
+        """Note how far an open request has come."""
 
     def close(self, row: LedgerRow) -> None:
-        """Exactly one for each `open`."""
+        """Book a request that has ended. Call it once for each `open`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,8 +117,8 @@ class GatewayState:
     engine_lives: EngineLives = field(default_factory=EngineLives)
     is_draining: bool = False
     store_lost_seconds: Callable[[], float] = float  # how long the store's lock has been lost; 0.0 while it is held
-    refused: Counter[str] = field(default_factory=Counter)  # by error code, which is a closed set
-    meters: Meters = field(init=False)  # of admitted requests
+    refused: Counter[str] = field(default_factory=Counter)  # refusals by error code, of which there is a fixed set
+    meters: Meters = field(init=False)  # metrics of admitted requests
     preparation: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,17 +140,23 @@ class GatewayState:
 
     @property
     def is_degraded(self) -> bool:
-        """Requests are served, but the database does not take rows, or the store's lock is lost."""
+        """True while the database does not take rows or the store's lock is lost. Requests may still be served."""
         return self.ledger.is_failing or self.store_lost_seconds() > 0
 
     def end_streams(self) -> None:
-        """The grace time is over: every running request ends with an error (event) and is booked as `shutdown`."""
+        """End every running request with an error, or an error event, at the end of the drain.
+
+        They are booked as `shutdown`.
+        """
         self.is_draining = True
         self.engine.fail_streams(draining_error)
 
 
 def not_ready_reasons(state: GatewayState) -> list[str]:
-    """Why no request can be served now, as `/readyz` of both listeners says; empty when one can."""
+    """Why no request can be served now.
+
+    Empty when requests can be served. Both listeners' `/readyz` show the reasons.
+    """
     facts = {
         "draining": state.is_draining,
         "starting": state.tokenizer is None or state.engine.hello is None,
@@ -165,14 +170,17 @@ def not_ready_reasons(state: GatewayState) -> list[str]:
 
 
 def engine_away_error(lives: EngineLives) -> EngineDied:
-    """What a request is told that the engine is not there for; the operator's log and /readyz have the reason."""
+    """The error of a request that comes while there is no engine. It does not say why; the log and /readyz do."""
     text = "is being restarted" if lives.failure is None else "does not stay up; it will be started again"
     text = f"The engine {text}."
     return EngineDied(text, retry_after_seconds=lives.retry_after_seconds)
 
 
 def engine_document(state: GatewayState) -> dict[str, Any]:
-    """What `/readyz` and the status say of the engine beside the reasons: what there is to know, else nothing."""
+    """What `/readyz` and the status say about the engine, beside the reasons.
+
+    `engine_failure` is there only while the engine is failing, `simulated` only for a simulated engine.
+    """
     hello, failure = state.engine.hello, state.engine_lives.failure
     document: dict[str, Any] = {} if failure is None else {"engine_failure": failure.describe()}
     if hello is not None and hello.is_simulated:
@@ -181,12 +189,12 @@ def engine_document(state: GatewayState) -> dict[str, Any]:
 
 
 def draining_error() -> Unavailable:
-    """What new requests, and in the end running ones, are told during a shutdown."""
+    """The error of new requests during a shutdown, and of requests that still run at the end of the drain."""
     return Unavailable(
         "The server is shutting down.", code="draining", retry_after_seconds=5, headers={"connection": "close"}
     )
 
 
 def starting_error() -> Unavailable:
-    """What everybody who needs the model is told until it has been loaded."""
+    """The error of every request that needs the model, until the model is loaded."""
     return Unavailable("The model is still being loaded.", code="starting", retry_after_seconds=5)

@@ -1,8 +1,9 @@
-"""OpenAI's wire, pure: bytes to a frozen request or a BadRequest, and chunks or one answer back to bytes.
+"""OpenAI's wire format. Bytes become a frozen request or a BadRequest; an answer becomes bytes, in chunks or whole.
+Pure.
 
-Explicit nulls are the same as absent. What is not served is sorted by `gateway.openai.request_fields`: refused with
-its name (tools, logprobs, several choices, JSON schemas...), taken in silence, or ignored and named in the answer's
-headers.
+An explicit null is the same as an absent field. `gateway.openai.request_fields` decides about fields that are not
+served: they are refused by name (tools, logprobs, several choices, JSON schemas...), accepted in silence, or ignored
+and named in the answer's headers.
 """
 
 import re
@@ -16,11 +17,11 @@ from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.openai.json_body import not_json, whole, whole_or_none, without_mark
 from gateway.openai.request_fields import check_fields
 
-MAX_STOP_STRINGS = 4  # OpenAI's documented number
+MAX_STOP_STRINGS = 4  # the number that OpenAI documents
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOP_K_MAX = 2**31 - 1  # more than any vocabulary has, so every larger number asks for the same
+_TOP_K_MAX = 2**31 - 1  # larger than any vocabulary, so all larger numbers mean the same
 _LOCATION = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`\Z")
 
 
@@ -47,12 +48,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-# A whole number as sent: `whole` takes 8.0 for 8 and refuses 8.5.
+# A whole number as sent. `whole` takes 8.0 for 8 and refuses 8.5.
 Whole = int | float
 
 
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints serve."""
+    """The fields that both endpoints serve."""
 
     model: str | None = None
     max_tokens: Whole | None = None
@@ -89,7 +90,7 @@ _BODIES: dict[Endpoint, type[CommonBody]] = {"/v1/chat/completions": ChatBody, "
 
 
 def served_fields(endpoint: Endpoint) -> tuple[str, ...]:
-    """The names of the fields that an endpoint reads, those of `stream_options` with a dot."""
+    """The names of the fields that an endpoint reads. A field of `stream_options` is written with a dot."""
     options = (f"stream_options.{name}" for name in StreamOptions.__struct_fields__)
     return (*_BODIES[endpoint].__struct_fields__, *options)
 
@@ -117,7 +118,7 @@ class CompletionRequest:
     ignore_eos: bool
     stream: bool
     include_usage: bool
-    ignored_fields: tuple[str, ...] = ()  # as sent: nobody knows these
+    ignored_fields: tuple[str, ...] = ()  # names of unknown fields, as sent
 
     @property
     def is_chat(self) -> bool:
@@ -125,9 +126,10 @@ class CompletionRequest:
 
 
 def decode_request(endpoint: Endpoint, body: bytes, *, max_chat_pieces: int | None = None) -> CompletionRequest:
-    """The checked request. Raises BadRequest with the parameter's name for everything that cannot be served.
+    """The checked request. Raises BadRequest, with the parameter's name, for a request that cannot be served.
 
-    `max_chat_pieces` is the most messages, and the most text parts over all messages, that a chat may have.
+    `max_chat_pieces` is the most messages of a chat, and the most text parts of all its messages together. Raises
+    ContextLengthExceeded above that.
     """
     body = without_mark(body)
     try:
@@ -150,7 +152,7 @@ def decode_request(endpoint: Endpoint, body: bytes, *, max_chat_pieces: int | No
 
 
 def _check_pieces(messages: list[ChatMessage], most: int | None) -> None:
-    """Raises ContextLengthExceeded before anything is made of more messages or parts than a prompt has tokens."""
+    """Raises ContextLengthExceeded when a chat has more messages or parts than `most`, before they are converted."""
     num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     for count, what in ((len(messages), "messages"), (num_parts, "content parts")):
         if most is not None and count > most:
@@ -162,8 +164,9 @@ def _check_pieces(messages: list[ChatMessage], most: int | None) -> None:
 
 
 def _wrong_type(error: msgspec.ValidationError) -> BadRequest:
-    """msgspec says where: ``Expected `int`, got `str` - at `$.messages[0].role` ``."""
-    text = str(error).replace("int | float", "int")  # 8.0 is a whole number too, but nobody needs to be told
+    """The error for a wrong type. msgspec's text says where: ``Expected `int`, got `str` - at `$.messages[0].role`
+    ``."""
+    text = str(error).replace("int | float", "int")  # we accept 8.0 too, but the caller should send a whole number
     where = _LOCATION.search(text)
     if where:
         param = where["path"] or None
@@ -196,7 +199,10 @@ def _text_request(body: TextBody) -> CompletionRequest:
 
 
 def _prompt(prompt: str | list[str | Whole | list[Whole]]) -> tuple[str | None, tuple[int, ...] | None]:
-    """One prompt: a string, one list of token ids, or a list with exactly one of these."""
+    """The prompt as (text, None) or (None, token ids).
+
+    It may be sent as a string, a list of token ids, or a list that holds exactly one of these. Raises BadRequest.
+    """
     empty = BadRequest("'prompt' is empty.", param="prompt", code="empty_prompt")
     if isinstance(prompt, str):
         if not prompt:
@@ -222,7 +228,10 @@ def _prompt(prompt: str | list[str | Whole | list[Whole]]) -> tuple[str | None, 
 
 
 def _token_ids(where: str, items: list[Any]) -> tuple[int, ...]:
-    """The numbers as whole numbers. A prompt may have thousands: they are looked at singly only beside a float."""
+    """The numbers as whole numbers. Raises BadRequest for a fraction.
+
+    A prompt may have thousands of them, so they are checked one by one only if one of them is a float.
+    """
     if float not in set(map(type, items)):
         return tuple(items)
     return tuple(whole(f"{where}[{position}]", item) for position, item in enumerate(items))
@@ -260,7 +269,7 @@ def _request(
     if top_k < 0:
         raise _out_of_range("top_k", top_k, "at least 0 (0 is all)")
     top_k = min(top_k, _TOP_K_MAX)
-    if top_p == 0:  # the most probable token alone
+    if top_p == 0:  # only the most probable token
         top_p, top_k = 1.0, 1
     return CompletionRequest(
         endpoint=endpoint,
@@ -287,7 +296,7 @@ def _out_of_range(param: str, value: object, allowed: str) -> BadRequest:
 
 
 def _seed(seed: int | None) -> int | None:
-    """A seed of 64 bits with its sign, each of them its own; -1 stands for none."""
+    """The seed, a signed number of 64 bits; None for -1, which stands for no seed. Raises BadRequest out of range."""
     if seed is None or seed == ANY_SEED:
         return None
     if not SEED_MIN <= seed <= SEED_MAX:
@@ -296,7 +305,10 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """An empty list is the same as absent. Empty strings would stop before any text."""
+    """The stop strings. Raises BadRequest for too many strings, and for a string that is empty or too long.
+
+    An empty list is the same as an absent field. An empty string would match before any text.
+    """
     if stop is None:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -313,7 +325,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _stop_token_ids(given: list[Whole] | None) -> tuple[int, ...]:
-    """Whether they are ids of the model is checked where the model is known (`gateway.prepare.prepare`)."""
+    """The stop token ids. `gateway.prepare.prepare`, which knows the model, checks that the model has them."""
     if given is None:
         return ()
     if len(given) > MAX_STOP_TOKEN_IDS:
@@ -322,7 +334,7 @@ def _stop_token_ids(given: list[Whole] | None) -> tuple[int, ...]:
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """One message as the chat template sees it: role, content as one string, and what a tool turn carries."""
+    """One message as the chat template gets it: role, content as one string, and the fields of a tool turn."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise BadRequest(
@@ -333,7 +345,7 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if content is None:
-        # Clients replay assistant turns as servers gave them: with tool calls, and then without any text.
+        # Clients send assistant turns back as they got them, and a turn with tool calls has no text.
         if role not in ("assistant", "tool"):
             raise BadRequest(f"'{where}.content' is missing.", param=f"{where}.content", code="invalid_value")
         content = ""
@@ -361,7 +373,7 @@ def _part(where: str, part: ContentPart) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the engine counted."""
+    """The token counts of one request's answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -377,18 +389,18 @@ class Usage:
 
 
 _DONE = b"data: [DONE]\n\n"
-# Line breaks to some readers that JSON lets stand in a string, as their UTF-8 bytes and as JSON's own escapes.
+# Characters that JSON allows in a string, but that some readers take for line breaks: as UTF-8 and as JSON escapes.
 _LINE_BREAKS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
-# One comment line with no blank line after it: some decoders take comment + blank line for an empty event.
+# One comment line without a blank line behind it: some decoders take a comment and a blank line for an empty event.
 KEEP_ALIVE = b": keep-alive\n"
 
 
 def encode_json(document: dict[str, Any]) -> bytes:
-    """JSON in one line, for readers that split at `\\n` and for those that split as Python's `splitlines()` does.
+    """JSON in one line, also for readers that split lines as Python's `splitlines()` does.
 
-    U+2028, U+2029 and U+0085 are escaped: outside strings JSON has only ASCII, and UTF-8 has no character inside
-    another, so the bytes can be replaced as they stand. All other line breaks are control characters, which JSON
-    escapes anyway.
+    U+2028, U+2029 and U+0085 are escaped. Their bytes can simply be replaced: outside strings JSON has only ASCII, and
+    in UTF-8 no character's bytes stand inside another character. All other line breaks are control characters, which
+    JSON always escapes.
     """
     text = msgspec.json.encode(document)
     for raw, escape in _LINE_BREAKS:
@@ -398,12 +410,15 @@ def encode_json(document: dict[str, Any]) -> bytes:
 
 
 def event(document: dict[str, Any]) -> bytes:
-    """One server-sent event. The JSON has no line break of any kind, so one data line is enough."""
+    """A server-sent event. The JSON has no line break of any kind, so one data line is enough."""
     return b"data: " + encode_json(document) + b"\n\n"
 
 
 class AnswerWriter:
-    """Shapes one request's answer: chunks of a stream, or one document."""
+    """Makes the bytes of one request's answer: the chunks of a stream, or one document.
+
+    `created` is a Unix time in seconds.
+    """
 
     def __init__(self, request: CompletionRequest, request_id: str, created: int) -> None:
         self._is_chat = request.is_chat
@@ -435,7 +450,7 @@ class AnswerWriter:
         return {**choice, "logprobs": None, "finish_reason": finish_reason}
 
     def first(self) -> bytes:
-        """The first chunk of a chat stream names the role; a text stream has none."""
+        """The first chunk of a chat stream, which names the role. A text stream has no such chunk: b""."""
         if not self._is_chat:
             return b""
         delta = {"role": "assistant", "content": ""}
@@ -446,7 +461,7 @@ class AnswerWriter:
         return self._chunk([self._choice(text, None)])
 
     def last(self, text: str, finish_reason: str, usage: Usage) -> bytes:
-        """The rest of the text, the finish chunk, the usage chunk when asked for, and [DONE]."""
+        """The end of a stream: the rest of the text, the finish chunk, the usage chunk if asked for, and [DONE]."""
         parts = []
         if text:
             parts.append(self.text(text))

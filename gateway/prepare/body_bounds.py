@@ -1,12 +1,13 @@
 """How the bounds on request bodies fit together. `gateway.prepare.preparation` says what they are for."""
 
-SMALL_PART = 4  # one part of so many of each bound is for small bodies alone
+SMALL_PART = 4  # a quarter of each bound is for small bodies alone
 
 
 def body_bounds(*, max_body_bytes: int, small_bytes: int, team_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """Bytes in preparation (of one team, in all); 0 becomes a default that fits the other numbers.
+    """The bounds on bytes in preparation: (of one team, of all teams). A bound given as 0 becomes a fitting default.
 
-    Raises ValueError when the largest body would never fit, or when one team could take all that there is.
+    Raises ValueError when the largest body, or SMALL_PART small bodies, would never fit, and when two teams at their
+    bounds would not fit.
     """
     team_bytes = team_bytes or max(3 * max_body_bytes, SMALL_PART * small_bytes)
     total_bytes = total_bytes or 4 * team_bytes

@@ -1,11 +1,15 @@
-"""A bounded amount that teams share: for each team and in all. Who finds no room waits, and teams take turns.
+"""An amount that teams share, bounded for each team and in all. A demand that finds no room waits; teams take turns.
 
-Two rules keep one team from using up what others need:
+Rules keep one team from using up what others need:
 
-- No team holds more than `team_max`, so some of `total_max` is always left to others (`total_max` is the larger).
-- Of those who wait, a team's own are served in their order, and teams one after the other. A team that is at its own
-  bound is passed. The next in turn that fits its team but not the total is waited for: nobody passes it, so a large
-  demand is not starved by small ones.
+- No team holds more than `team_max`. Where `total_max` is larger, some of it is always left to other teams.
+- A team's demands are served in their order, and the teams take turns.
+- A team whose next demand exceeds the team's own bound is passed over.
+- A demand that fits its team but not the total blocks all demands behind it, so that small demands do not starve a
+  large one.
+
+For example, `total_max` is 10 and 8 is held: a demand for 4 whose turn it is waits, and a later demand for 2 waits
+behind it.
 
 Used with bytes (bodies in preparation) and with turns (amount 1). All calls are from the event loop's thread.
 """
@@ -24,15 +28,15 @@ class _Waiter:
 
 
 class FairRoom:
-    """Owns what every team holds of one bounded amount. Units are the caller's."""
+    """Owns what every team holds of one bounded amount. The caller chooses the unit."""
 
     def __init__(self, *, team_max: int, total_max: int) -> None:
         assert 0 < team_max <= total_max, (team_max, total_max)
         self.team_max = team_max
         self.total_max = total_max
         self.held = 0  # by all teams
-        self._held: dict[int, int] = {}  # by team; without the zeros
-        self._waiting: dict[int, deque[_Waiter]] = {}  # by team, in the order of turns; without empty queues
+        self._held: dict[int, int] = {}  # by team; teams that hold nothing are left out
+        self._waiting: dict[int, deque[_Waiter]] = {}  # by team, in the order of turns; no empty queue
 
     def held_by(self, team_id: int) -> int:
         """What one team holds."""
@@ -40,19 +44,19 @@ class FairRoom:
 
     @property
     def num_waiting(self) -> int:
-        """Demands that wait, of all teams."""
+        """The number of waiting demands, of all teams."""
         return sum(len(waiters) for waiters in self._waiting.values())
 
     def num_waiting_of(self, team_id: int) -> int:
-        """Demands of one team that wait."""
+        """The number of one team's waiting demands."""
         return len(self._waiting.get(team_id, ()))
 
     def is_at_team_max(self, team_id: int, amount: int) -> bool:
-        """Whether the team's own bound is what keeps `amount` waiting."""
+        """Whether the team's own bound leaves no room for `amount`."""
         return self.held_by(team_id) + amount > self.team_max
 
     async def take(self, team_id: int, amount: int) -> None:
-        """Wait until `amount` fits, and hold it. At most `team_max`, for more would wait for ever."""
+        """Wait until `amount` fits, and hold it. `amount` is at most `team_max`; more would wait for ever."""
         assert 0 <= amount <= self.team_max, f"{amount} never fits into {self.team_max}"
         waiter = _Waiter(amount)
         self._waiting.setdefault(team_id, deque()).append(waiter)
@@ -64,12 +68,12 @@ class FairRoom:
         except asyncio.CancelledError:
             if waiter.granted.cancelled():
                 self._forget(team_id, waiter)
-            else:  # granted in the same moment
+            else:  # cancelled in the moment in which the amount was granted
                 self.give_back(team_id, amount)
             raise
 
     def give_back(self, team_id: int, amount: int) -> None:
-        """End holding `amount`; those who waited for it go on."""
+        """Stop holding `amount`. Demands that fit now are granted."""
         left = self._held.get(team_id, 0) - amount
         assert left >= 0, "more is given back than was taken"
         self.held -= amount
@@ -93,7 +97,7 @@ class FairRoom:
         waiters.remove(waiter)
         if not waiters:
             del self._waiting[team_id]
-        self._grant()  # it may have been the one that others waited behind
+        self._grant()  # other demands may have waited behind this one
 
     def _grant(self) -> None:
         while (team_id := self._next_in_turn()) is not None:

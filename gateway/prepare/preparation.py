@@ -1,14 +1,15 @@
-"""Bodies on their way to prompts: how many bytes at once, in whose turn, and where the work is done.
+"""Bodies on their way to prompts: how many bytes at once, whose body is next, and where the work is done.
 
-Bytes. A body is read only while its bytes have room: `team_bytes` for each team and `total_bytes` in all. Without room
-it stays unread in the client's socket (TCP holds the client back) for up to `wait_seconds`; then it is refused. A body
-whose length is announced takes that; another one (chunked, gzip) takes the most that a small body may have, and
-`max_body_bytes` once it is larger. A quarter of both bounds is kept for small bodies, so that ordinary requests pass a
-team's own large ones.
+*Bytes.* A body is read only while its bytes have room: `team_bytes` for each team and `total_bytes` in all. A body
+without room stays unread in the client's socket, and TCP holds the client back. After `wait_seconds` the request is
+refused. A body with an announced length takes that length. A body of unknown length (chunked, gzip) first takes the
+most that a small body may have, and later, if it grows larger, `max_body_bytes` too. A quarter of both bounds is kept
+for small
+bodies, so that a team's large requests do not hold up its ordinary requests.
 
-Work. Small bodies are prepared where they are, in the event loop; middling ones in one thread; large ones in a process
-of their own (`gateway.prepare.worker`), for decoding and rendering hold the interpreter's lock whatever the thread.
-Teams take turns for both (`gateway.prepare.fair_room`).
+*Work.* Small bodies are prepared in the event loop, middling bodies in one thread, and large bodies in a process of
+their own (`gateway.prepare.worker`). The process is needed because decoding and rendering hold the interpreter's lock,
+whatever the thread. Teams take turns for the thread and for the process (`gateway.prepare.fair_room`).
 """
 
 import asyncio
@@ -28,10 +29,11 @@ _RETRY_SECONDS = 5.0
 
 
 class Preparation:
-    """Owns the bytes in preparation, the thread and the worker process.
+    """Owns the bytes in preparation, the thread and the worker process. Sizes are bytes, times are seconds.
 
-    Sizes are bytes, times are seconds. `inline_bytes` and `small_bytes` are the largest bodies that are prepared in the
-    event loop and in the thread. `waiting_requests` is how many bodies of one team may wait unread.
+    `inline_bytes` is the largest body that is prepared in the event loop, `small_bytes` the largest that is prepared in
+    the thread. `waiting_requests` is how many bodies of one team may wait for room. Raises ValueError when the bounds
+    do not fit together.
     """
 
     def __init__(
@@ -65,16 +67,16 @@ class Preparation:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of bodies that are being read or prepared, as reserved."""
+        """The bytes that are reserved for bodies being read or prepared."""
         return self.small.held + self.large.held
 
     @property
     def num_waiting(self) -> int:
-        """Bodies that wait for room, unread or half read."""
+        """The number of bodies that wait for room, unread or half read."""
         return self.small.num_waiting + self.large.num_waiting
 
     def hold(self, team_id: int) -> "BodyHold":
-        """What one request will hold of the bounds: nothing yet."""
+        """A hold for one request's body, which holds nothing at first."""
         return BodyHold(self, team_id)
 
     async def prepare(
@@ -89,10 +91,11 @@ class Preparation:
         default_max_tokens: int,
         check: Callable[[], None],
     ) -> Prepared:
-        """`gateway.prepare.prepare.prepare`, where it disturbs least. `check` raises when nobody wants the outcome any
-        more.
+        """Run `gateway.prepare.prepare.prepare` where it disturbs least. `check` raises when the outcome is not wanted
+        any more.
 
-        Raises what that raises, and Unavailable when the worker process is lost or its turn does not come.
+        Raises what `prepare` and `check` raise, Unavailable when the worker process is lost, and Overloaded or
+        Unavailable when the team's turn does not come within `wait_seconds`.
         """
 
         def work() -> Prepared:
@@ -135,7 +138,10 @@ class Preparation:
         return answer.prepared
 
     async def take_bytes(self, room: FairRoom, team_id: int, num_bytes: int) -> None:
-        """Wait for room for so many bytes. Raises Overloaded (the team's bound) or Unavailable (everybody's)."""
+        """Wait for room for so many bytes.
+
+        Raises Overloaded when the team's own bound leaves no room, and Unavailable when the bound of all teams does.
+        """
         if room.num_waiting_of(team_id) >= self._waiting_requests:
             raise Overloaded(
                 f"{self._waiting_requests} request bodies of this team already wait to be read; send fewer at once.",
@@ -168,7 +174,7 @@ class Preparation:
         )
 
     async def stop(self) -> None:
-        """End thread and process."""
+        """End the thread and the worker process."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
@@ -176,7 +182,7 @@ class Preparation:
 
 
 class BodyHold:
-    """The bytes that one request's body holds of the bounds, from before it is read until it has been prepared."""
+    """What one request's body holds of the bounds, from before the body is read until it has been prepared."""
 
     def __init__(self, preparation: Preparation, team_id: int) -> None:
         self._preparation = preparation
@@ -185,24 +191,26 @@ class BodyHold:
 
     @property
     def small_bytes(self) -> int:
-        """The most that a body of unknown length may have before it must ask again."""
+        """The most bytes that a body of unknown length may have before `take` must be called again."""
         return self._preparation.small_bytes
 
     async def take(self, num_bytes: int | None) -> None:
-        """Wait for room for a body of so many bytes; None is a body of unknown length, taken for small.
+        """Wait for room for a body of so many bytes. None stands for a body of unknown length, which is taken for
+        small.
 
-        Call it again with the most that it can come to when it turns out larger. Raises Overloaded or Unavailable.
+        If that body turns out larger, call this again with the most bytes that it can have. Raises Overloaded or
+        Unavailable.
         """
         preparation = self._preparation
         amount = preparation.small_bytes if num_bytes is None else num_bytes
-        # What a grown body holds as a small one stays held until the end: large bodies never wait for room among the
-        # small ones, so nobody waits in a circle.
+        # A body that has grown keeps its share of the room for small bodies until the end. Bodies wait for room among
+        # large bodies while they hold room among small ones, but never the other way, so no two wait for each other.
         room = preparation.small if amount <= preparation.small_bytes else preparation.large
         await preparation.take_bytes(room, self._team_id, amount)
         self._held.append((room, amount))
 
     def give_back(self) -> None:
-        """The body is gone from memory. May be called twice."""
+        """Give the room back: the body is gone from memory. A second call does nothing."""
         while self._held:
             room, amount = self._held.pop()
             room.give_back(self._team_id, amount)

@@ -1,6 +1,6 @@
-"""From a body to token ids that the engine can take: decode, find the model, encode, rule out the impossible, clamp.
+"""From a body to token ids: decode, check the model's name, encode, refuse what can never run, clamp the output.
 
-No I/O and no shared state but the tokenizer, so that a body can be prepared in a thread or in another process.
+No I/O, and no shared state but the tokenizer, so a body can be prepared in a thread or in another process.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from gateway.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can run. `max_tokens` is what it may generate, and what is reserved for it.
+    """A request that can run. `max_tokens` is the most that it may generate, and is reserved for it.
 
-    The prompt is in `token_ids` alone: what it was made from is taken out of `request`, and gone from memory.
+    The prompt is only in `token_ids`. Its text is taken out of `request`, so that it does not stay in memory.
     """
 
     request: CompletionRequest
@@ -26,12 +26,12 @@ class Prepared:
 
 
 def room_of(hello: Hello) -> int:
-    """Tokens of prompt and output together that one request may have: the context, or the whole KV pool if smaller."""
+    """The most tokens, prompt and output together, of one request: the model's context, or the KV pool if smaller."""
     return min(hello.model.context_len, hello.block_size * hello.num_device_blocks)
 
 
 def _what_is_full(hello: Hello) -> str:
-    """What `room_of` is the size of, and what can be done."""
+    """The end of a refusal's sentence: which of the two bounds of `room_of` is reached, and the cure."""
     context = hello.model.context_len
     if room_of(hello) < context:
         return f"into the KV memory (the model's context has {context}): an operator can raise --kv-memory"
@@ -47,10 +47,14 @@ def prepare(
     tokenizer: ModelTokenizer,
     default_max_tokens: int,
 ) -> Prepared:
-    """The request, ready to be admitted. `is_json` is False when no content type said so.
+    """The request, ready to be admitted. `is_json` says that the content type was JSON.
 
-    Raises BadRequest (ContextLengthExceeded when no room is left for one token), NotFound for another model,
-    UnsupportedMediaType for what is not JSON and did not claim to be.
+    Raises:
+
+    - ContextLengthExceeded, when the prompt leaves no room for one token of output;
+    - BadRequest, for any other request that can never run;
+    - NotFound, when the request names another model;
+    - UnsupportedMediaType, when the body is not JSON and its content type did not say JSON.
     """
     try:
         request = decode_request(endpoint, body, max_chat_pieces=room_of(hello))
@@ -88,7 +92,7 @@ def prepare(
             param=param,
             details={"limit": room, "requested": len(token_ids) + 1},
         )
-    if request.prompt_token_ids is not None:  # not before its length, or a long list would be looked at one by one
+    if request.prompt_token_ids is not None:  # checked after the length, since each id of a long list costs time
         _check_ids("prompt", token_ids, vocab_size)
     asked = default_max_tokens if request.max_tokens is None else request.max_tokens
     bare = replace(request, messages=None, prompt_text=None, prompt_token_ids=None)
@@ -104,7 +108,7 @@ def _encode(request: CompletionRequest, tokenizer: ModelTokenizer, room: int) ->
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Every field that holds token ids comes through here. Raises BadRequest with the place of a foreign one."""
+    """Check a field that holds token ids. Raises BadRequest with the position of an id that the model does not have."""
     position = foreign_id(token_ids, vocab_size)
     if position is not None:
         raise BadRequest(

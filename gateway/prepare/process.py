@@ -1,8 +1,8 @@
-"""The gateway's side of `gateway.prepare.worker`: start it when it is needed, one order at a time, end it when idle.
+"""The gateway's side of `gateway.prepare.worker`: starts the worker when it is needed, and ends it when it is idle.
 
-It is spawned, not forked, so it shares nothing with the gateway. It ends when the gateway's end of its stdin closes
-(also by SIGKILL of the gateway). A worker that dies, or takes too long, costs the one request it worked on; the next
-order starts another.
+The worker gets one order at a time. It is spawned, not forked, so it shares nothing with the gateway. It ends when the
+gateway's end of its stdin closes, so also when the gateway is killed. When a worker dies or takes too long, the one
+request that it worked on fails, and the next order starts a new worker.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from gateway.prepare.worker import LENGTH_BYTES, Answer, Order, decode_answer, f
 
 _log = logging.getLogger("terazi.prepare")
 
-# -P: a folder called `gateway` where the server was started must not take the place of ours.
+# -P: Python must not import a folder called `gateway` from the working directory instead of our package.
 COMMAND = (sys.executable, "-P", "-m", "gateway.prepare.worker")
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-_END_SECONDS = 2.0  # from closing its stdin to killing it
+_END_SECONDS = 2.0  # from closing the worker's stdin to killing it
 
 
 class WorkerLost(Exception):
-    """The worker ended, or was ended, before it answered. The text says how."""
+    """The worker ended, or was killed, before it answered. The text says why."""
 
 
 class PrepareProcess:
-    """Owns at most one worker process. Calls must not overlap.
+    """Owns at most one worker process. Calls of `call` must not overlap.
 
-    memory_bytes: the most that the worker may take. run_seconds: the most that one order may take, the worker's start
-    included. idle_seconds: after so long without an order the worker ends.
+    `memory_bytes` is the most memory that the worker may take. `run_seconds` is the most time that one order may take,
+    the worker's start included. After `idle_seconds` without an order the worker ends.
     """
 
     def __init__(self, *, memory_bytes: int, run_seconds: float, idle_seconds: float) -> None:
@@ -48,13 +48,13 @@ class PrepareProcess:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
+        """The worker's process id; None while there is no worker."""
         return self._process.pid if self._process is not None else None
 
     async def call(
         self, endpoint: Endpoint, body: bytes, *, is_json: bool, hello: Hello, default_max_tokens: int
     ) -> Answer:
-        """The worker's answer. Raises WorkerLost."""
+        """The worker's answer to one order. Raises WorkerLost."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -74,10 +74,10 @@ class PrepareProcess:
             self._drop(kill=True)
             raise WorkerLost(f"it took longer than {self._run_seconds:g} s") from None
         except (OSError, EOFError, msgspec.MsgspecError) as error:
-            self._drop()  # one that ends by itself is left the time to say why
+            self._drop()  # not killed: a worker that is ending has time to print its traceback
             raise WorkerLost(str(error) or type(error).__name__) from None
         except asyncio.CancelledError:
-            self._drop(kill=True)  # it would answer the next order with this one's answer
+            self._drop(kill=True)  # or the next order would get the answer to this one
             raise
         self._idle = asyncio.get_running_loop().call_later(self._idle_seconds, self._drop)
         return answer
@@ -117,7 +117,7 @@ class PrepareProcess:
         return decode_answer(await process.stdout.readexactly(int.from_bytes(length, "big")))
 
     def _drop(self, *, kill: bool = False) -> None:
-        """No more orders for this worker: it ends by itself, or at once with `kill`."""
+        """Give this worker no more orders. It ends by itself, or is killed at once with `kill`."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -140,7 +140,7 @@ class PrepareProcess:
 
     @staticmethod
     async def _read_log(process: asyncio.subprocess.Process) -> None:
-        """What it writes to stderr: nothing, but for the traceback of its end."""
+        """Log what the worker writes to stderr, which is nothing but a traceback at its end."""
         assert process.stderr is not None
         with contextlib.suppress(ValueError):  # a line beyond the reader's limit
             async for raw in process.stderr:

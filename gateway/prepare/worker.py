@@ -1,11 +1,11 @@
 """The process that prepares large bodies: `python -m gateway.prepare.worker`, started by `gateway.prepare.process`.
 
-Decoding and rendering hold Python's interpreter lock, and 8 MiB of JSON can hold it for seconds. Here they hold the
-lock of a process that has nothing else to do. What it took of memory goes back to the operating system at its end.
+Decoding and rendering hold Python's interpreter lock, for 8 MiB of JSON possibly for seconds. Here they hold the lock
+of a process that has nothing else to do. When the process ends, its memory goes back to the operating system.
 
-One order after the other: a frame with an `Order` on stdin and the raw body behind it; a frame with an `Answer` on
-stdout. It ends when stdin does, and by itself when one order takes longer than it may, even if nobody is left to end
-it. It never imports torch.
+The worker answers one order after the other. An order is a frame with an `Order` on stdin, followed by the raw body; an
+answer is a frame with an `Answer` on stdout. The worker ends at the end of stdin. It also ends by itself when one order
+takes too long, even if nobody is left to kill it. It never imports torch.
 """
 
 import contextlib
@@ -32,26 +32,26 @@ from gateway.openai.wire import Endpoint
 from gateway.prepare.prepare import Prepared, prepare
 from gateway.text.tokenizer import ModelTokenizer
 
-LENGTH_BYTES = 4  # before each frame, big-endian
-_NICE = 5  # engine and gateway come first where cores are short
+LENGTH_BYTES = 4  # of the length before each frame, big-endian
+_NICE = 5  # where cores are short, engine and gateway come first
 _REFUSALS: dict[str, type[GatewayError]] = {
     kind.__name__: kind for kind in (BadRequest, ContextLengthExceeded, NotFound, RequestTooLarge, UnsupportedMediaType)
 }
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do with the `num_bytes` of body that follow."""
+    """What to do with the body that follows, which has `num_bytes`."""
 
     endpoint: Endpoint
     is_json: bool
     hello: Hello
     default_max_tokens: int
     num_bytes: int
-    seconds: int  # that it may take
+    seconds: int  # the most time that the order may take
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A typed error on its way to the gateway."""
+    """A GatewayError as a message to the gateway."""
 
     kind: str  # the class's name
     message: str
@@ -61,7 +61,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: GatewayError) -> "Refusal":
-        """`error` as it travels."""
+        """The message for `error`."""
         return cls(
             kind=type(error).__name__,
             message=error.message,
@@ -71,25 +71,28 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def error(self) -> GatewayError:
-        """The error again."""
+        """The error that this message was made of."""
         return _REFUSALS[self.kind](self.message, code=self.code, param=self.param, details=self.details)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two is set."""
+    """The answer to one order. Exactly one of the two fields is set."""
 
     prepared: Prepared | None = None
     refusal: Refusal | None = None
 
 
 def frame(message: Order | Answer) -> bytes:
-    """A message with its length in front. JSON, because a caller's whole numbers may have any size."""
+    """A message as JSON with its length in front.
+
+    Not MessagePack, because a caller's whole numbers may have any size.
+    """
     data = msgspec.json.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def decode_answer(data: bytes) -> Answer:
-    """A frame without its length. Raises msgspec.MsgspecError."""
+    """The answer in a frame, given without its length. Raises msgspec.MsgspecError."""
     return _ANSWERS.decode(data)
 
 
@@ -98,7 +101,7 @@ _ANSWERS = msgspec.json.Decoder(Answer)
 
 
 class Worker:
-    """Answers orders; keeps the tokenizer of the model that it was asked for last."""
+    """Answers orders, and keeps the tokenizer of the last order's model."""
 
     def __init__(self) -> None:
         self._model: ModelInfo | None = None
@@ -130,14 +133,14 @@ class Worker:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer orders from `source` until it ends."""
+    """Answer orders from `source` on `sink`, until `source` ends. Raises what `Worker.answer` raises."""
     worker = Worker()
     while len(length := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
         order = _ORDERS.decode(source.read(int.from_bytes(length, "big")))
         body = source.read(order.num_bytes)
         if len(body) < order.num_bytes:
             return
-        # The kernel ends this process if nobody else does: its default action needs no interpreter.
+        # If an order takes too long, SIGALRM ends this process. Its default action needs no interpreter.
         signal.alarm(order.seconds + 1)
         answer = worker.answer(order, body)
         signal.alarm(0)
@@ -153,12 +156,12 @@ def main() -> None:
     """`prepare_worker MEMORY_BYTES`: the most memory that this process may take."""
     process_memory.limit_arenas(1)
     most = int(sys.argv[1])
-    with contextlib.suppress(ValueError, OSError):  # a lower hard limit than ours stays
+    with contextlib.suppress(ValueError, OSError):  # a hard limit that is lower stays as it is
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not mix with answers
     with contextlib.suppress(BrokenPipeError), sink:
         serve(sys.stdin.buffer, sink)
 

@@ -39,7 +39,9 @@ def waits(report: Report) -> Section:
                 )
             )
             previous = row["tier"]
-        alt = f"{title}, median to 95th percentile. " + "; ".join(f"{one.label}: {one.text}" for one in ranges)
+        alt = f"{title}, median to 95th percentile. " + "; ".join(
+            f"{interval.label}: {interval.text}" for interval in ranges
+        )
         return Figure(
             title,
             svg.ranges(alt, ranges, unit, least),
@@ -181,7 +183,7 @@ def promotions(report: Report, teams: Sequence[str]) -> Section:
     )
     lead = (
         "A request that waited past its tier's threshold is promoted, at the cost of its team's budget. The budget "
-        "refills with a fixed part of the device's time, so promotions can never take the device over."
+        "refills at a fixed rate, so a team that has many such requests cannot take the device over by them."
     )
     return Section("promotions", "Promotions, used and left", lead, [figure] if shown else [], [table] if rows else [])
 

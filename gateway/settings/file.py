@@ -1,7 +1,7 @@
-"""Reading `serve --config FILE`: YAML with safe tags only, each value with the line it stands on.
+"""Reads the file of `serve --config FILE`: YAML with safe tags only. Each value has the line on which it stands.
 
-Refuses what a typo makes: unknown keys (with the nearest valid one), doubled keys, values that are not scalars.
-The types of values are checked by `gateway.settings.values`.
+Typical results of a typo are refused: an unknown key (the error names the nearest valid key), a doubled key, and a
+value that is not a scalar. `gateway.settings.values` checks the types of values.
 """
 
 import difflib
@@ -18,9 +18,9 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used; the text says where it stands, the value and the fix.
+    """A setting cannot be used. The text says where the value stands, the value, and the cure.
 
-    A password of a URL that stood in the wrong place is hidden in it.
+    A URL's password is hidden in the text, because someone may have put a URL into the wrong setting.
     """
 
     def __init__(self, text: str) -> None:
@@ -29,7 +29,7 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """One scalar of the file."""
+    """One scalar value of the file."""
 
     path: str  # section.key
     value: Any
@@ -38,13 +38,16 @@ class ConfigValue:
 
 
 def read_config_file(path: Path, known: Sequence[str], sections: Sequence[str]) -> list[ConfigValue]:
-    """The file's values in their order. Raises SettingsError with file, line and the nearest valid name."""
+    """The file's values, in the file's order. Raises SettingsError, which names the file, the line and the problem.
+
+    `known` are the valid names as `section.key`, `sections` the valid sections.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
     if len(raw) > MAX_CONFIG_BYTES:
-        raise SettingsError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes, that is no configuration")
+        raise SettingsError(f"{path}: it is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration file?")
     try:
         return _read_root(path, raw.decode("utf-8"), known, sections)
     except UnicodeDecodeError:
@@ -82,7 +85,10 @@ def _read_root(path: Path, text: str, known: Sequence[str], sections: Sequence[s
 
 
 def _entries(path: Path, name: str, node: yaml.Node) -> list[tuple[str, yaml.Node, int]]:
-    """Keys of a mapping with their lines; a doubled key is refused (plain YAML readers let the last one win)."""
+    """The keys of a mapping, with their values and lines.
+
+    Raises SettingsError for a doubled key, where plain YAML readers silently take the last value.
+    """
     line = node.start_mark.line + 1
     if not isinstance(node, yaml.MappingNode):
         raise SettingsError(f"{path}:{line}: {name or 'the file'} must be a mapping of keys to values")
@@ -107,11 +113,11 @@ def _scalar(loader: yaml.SafeLoader, path: Path, name: str, node: yaml.Node) -> 
     except ValueError:
         value = None
     if value is None:
-        raise SettingsError(f"{path}:{node.start_mark.line + 1}: {name} has no value")
+        raise SettingsError(f"{path}:{node.start_mark.line + 1}: {name} has no value; give one, or leave the key out")
     return value
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing when nothing is near."""
+    """`; did you mean X?` with the known name nearest to `name`; "" when no known name is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,8 +1,8 @@
-"""The server's settings and how a value is found: flag, environment, file, default.
+"""The values of the server's settings. A flag wins over the environment, that over the file, that over the default.
 
-`gateway.settings.table` has one row for each; `docs/reference.md` lists the same rows and a test compares the two.
-Teams, tiers and quotas are not settings: they live in the database.
-A wrong value stops the start: `SettingsError` names where it stands, the value and the fix.
+`gateway.settings.table` has one row for each setting. `docs/reference.md` lists the same rows, and a test compares the
+two. Teams, tiers and quotas are not settings: they live in the database. A wrong value stops the start with a
+`SettingsError`, which says where the value stands, the value and the cure.
 """
 
 import difflib
@@ -25,7 +25,7 @@ CONFIG_ENV = "TERAZI_CONFIG"
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-# What Kubernetes sets in every pod for a Service NAME: NAME_PORT=tcp://10.96.0.20:8081, and the names beside it.
+# For a Service NAME, Kubernetes sets variables in every pod: NAME_PORT=tcp://10.96.0.20:8081, NAME_SERVICE_HOST...
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:[0-9]+", re.ASCII)
 _SERVICE_NAME = re.compile(
     r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)", re.ASCII
@@ -35,7 +35,10 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The server's settings after all sources were read. Sizes are bytes, durations are seconds."""
+    """The server's settings, read from all sources. Sizes are bytes, durations are seconds.
+
+    `sources` says where each value comes from, such as `default` or `file /etc/terazi.yaml:3`.
+    """
 
     data_dir: Path
     host: str
@@ -91,12 +94,12 @@ class Settings:
     log_format: str
     log_level: str
     refusal_lines_per_minute: int
-    log_bodies: str
     sources: Mapping[str, str]
 
     @property
     def database_url(self) -> str:
-        """`store_url` in the spelling of the drivers, or SQLite in the data directory."""
+        """The store's URL in the spelling of the drivers: `store_url`, or if that is empty a SQLite file in the data
+        directory."""
         if self.store_url:
             return store_url.normalised(self.store_url)
         from tenants.database import sqlite_url  # SQLAlchemy is not needed to read settings
@@ -104,13 +107,13 @@ class Settings:
         return sqlite_url(self.data_dir / "terazi.db")
 
 
-# One YAML key for a pair of settings.
+# YAML keys that set a pair of settings.
 LISTEN_PATHS = {"server.listen": ("host", "port"), "server.admin_listen": ("admin_host", "admin_port")}
 SECTIONS = ("server", "store", "engine", "logging")
 
 
 def setting(name: str) -> Setting:
-    """The row of a name. Raises KeyError for an unknown one."""
+    """The row of the setting `name`. Raises KeyError for an unknown name."""
     return _BY_NAME[name]
 
 
@@ -119,9 +122,9 @@ _BY_PATH = {s.path: s for s in SETTINGS if s.path}
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], config_file: Path | None = None) -> Settings:
-    """Settings from all sources: flag > environment > file > default. A flag that is None was not given.
+    """The settings from all sources: flag > environment > file > default. A flag that is None was not given.
 
-    Raises SettingsError with where the value stands, the value and the fix.
+    Raises SettingsError, which says where the value stands, the value and the cure.
     """
     values: dict[str, Any] = {s.name: s.default for s in SETTINGS}
     sources = dict.fromkeys(values, "default")
@@ -146,9 +149,13 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], config_file: 
 
 
 def _directory(text: str, source: str) -> Path:
-    """The data directory as an absolute path. Raises SettingsError when it begins with ~ and there is no home."""
+    """The data directory as an absolute path.
+
+    Raises SettingsError when `text` begins with ~ and the user has no home directory, and when `text` is relative and
+    the working directory is gone.
+    """
     try:
-        # An empty HOME would make it a directory of the root.
+        # With an empty HOME, ~ would become the root directory.
         if text.startswith("~") and os.environ.get("HOME") == "":
             raise RuntimeError
         return Path(text).expanduser().absolute()
@@ -187,7 +194,7 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
 
 
 def _from_yaml(row: Setting, item: ConfigValue) -> Any:
-    """A YAML value must have the setting's own type: "60" is not 60."""
+    """The value of a setting in the file. Raises SettingsError if the value has another type: "60" is not 60."""
     value, where = item.value, f"{item.where}: {item.path}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     wanted: dict[str, tuple[bool, str]] = {
@@ -205,7 +212,10 @@ def _from_yaml(row: Setting, item: ConfigValue) -> Any:
 
 
 def parse_text(row: Setting, text: str, where: str) -> Any:
-    """A value given as text (flag, environment). Raises SettingsError."""
+    """The value of a setting that was given as text, by a flag or a variable. `where` begins the error's text.
+
+    Sizes become bytes, durations become seconds. Raises SettingsError.
+    """
     parser: Callable[[Setting, str, str], Any] = {
         "int": _parse_int,
         "bool": _parse_bool,
@@ -218,7 +228,7 @@ def parse_text(row: Setting, text: str, where: str) -> Any:
 
 def _parse_str(row: Setting, text: str, where: str) -> str:
     if not text.strip() and row.default != "":
-        raise SettingsError(f"{where}: {text!r} is empty")
+        raise SettingsError(f"{where}: {text!r} is empty; give a value, or leave it out")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -279,7 +289,7 @@ def _parse_listen(item: ConfigValue) -> tuple[str, int]:
 
 
 def _check_together(settings: Settings) -> None:
-    """Rules over several settings."""
+    """Check the rules that bind several settings. Raises SettingsError."""
     if settings.port and settings.port == settings.admin_port:
         raise SettingsError(f"port and admin_port are both {settings.port}; give the admin listener a port of its own")
     try:
@@ -301,7 +311,10 @@ def _check_together(settings: Settings) -> None:
 
 
 def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
-    """A near miss of one of our names is a typo. Other TERAZI_ names may be someone else's (a Kubernetes service)."""
+    """Raises SettingsError for a variable whose name is close to one of ours, which is most likely a typo.
+
+    Other names with TERAZI_ may belong to somebody else, for example to a Kubernetes Service.
+    """
     known = [s.env for s in SETTINGS] + [CONFIG_ENV]
     for name, text in environment.items():
         if not name.startswith("TERAZI_") or name in known or _is_of_kubernetes(name, text):
@@ -312,14 +325,14 @@ def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
 
 
 def _is_of_kubernetes(name: str, text: str) -> bool:
-    """Whether a variable tells of a Service called `terazi` or `terazi-...`: that is no choice of the operator's."""
+    """Whether Kubernetes has set this variable, for a Service called `terazi` or `terazi-...`, and not the operator."""
     if name.endswith("_PORT") and _SERVICE_ADDRESS.fullmatch(text):
         return True
     return _SERVICE_NAME.fullmatch(name) is not None
 
 
 def shown(row: Setting, value: Any) -> str:
-    """A setting's value as a person would write it: sizes and times with their unit."""
+    """A setting's value as a person would write it, with the unit of a size or a time."""
     if row.kind == "size":
         for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
             if value and value % factor == 0:
@@ -332,7 +345,7 @@ def shown(row: Setting, value: Any) -> str:
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Every setting with its value and where it came from, for `config show`. The database password is masked."""
+    """Every setting with its value and source, for `config show`. The password in the store's URL is hidden."""
     rows = []
     for field in fields(settings):
         if field.name == "sources":

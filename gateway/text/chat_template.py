@@ -1,12 +1,17 @@
 """The model's own chat template, rendered in a sandbox. It comes from the model's directory, never from a request.
 
-The environment is the one that templates are written for (transformers' `apply_chat_template`): trimmed blocks, loop
-controls, `tojson` that leaves HTML alone, `raise_exception`, `strftime_now`, and `{% generation %}` around what the
-assistant says. That last pair of tags marks words for training; here the tags are as if they were not there.
+Templates are written for transformers' `apply_chat_template`, so the environment is the same: trimmed blocks, loop
+controls, a `tojson` that does not escape HTML, `raise_exception`, `strftime_now`, and `{% generation %}`. The last pair
+of tags marks, for training, what the assistant says; here the tags have no effect.
 
-What one rendering may cost is bounded: the rounds of all loops and the calls together, the characters that come out,
-and the size of every value that `+`, `*`, `**` and `~` make. The bounds are for a template that runs away with an
-unlucky conversation. They are no defence against a hostile author: a model directory is trusted like its weights.
+The cost of one rendering is bounded in three ways:
+
+- how many loop rounds and calls it makes together,
+- how many characters it writes,
+- how large a value `+`, `*`, `**` and `~` may make.
+
+The bounds are for a template that runs away with an unlucky conversation. They are no defence against a hostile author:
+a model directory is trusted like its weights.
 """
 
 import json
@@ -25,9 +30,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import BadRequest
 
-MAX_RENDERED_CHARS = 32 * 1024 * 1024  # a template may repeat its input, but not without limit
-MAX_TEMPLATE_STEPS = 500_000  # rounds of loops and calls in one rendering; they take about a second
-MAX_NUMBER_BITS = 4096  # of a product or a power
+MAX_RENDERED_CHARS = 32 * 1024 * 1024  # a template may repeat its input, but only so often
+MAX_TEMPLATE_STEPS = 500_000  # loop rounds and calls in one rendering; so many take about a second
+MAX_NUMBER_BITS = 4096  # in the result of a product or a power
 # The names under which templates find the tokenizer's special tokens.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -37,11 +42,11 @@ class ModelFileError(ValueError):
 
 
 class _TemplateRefusal(Exception):
-    """The template called `raise_exception`, or went beyond a bound."""
+    """The template called `raise_exception` or exceeded a bound. The text is the reason."""
 
 
 class _Steps:
-    """Steps that one rendering has taken."""
+    """Counts the steps of one rendering."""
 
     __slots__ = ("taken",)
 
@@ -71,9 +76,9 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: its body stands where the tags stood, so that what it sets is set."""
+    """Replaces `{% generation %}` by its body, with no scope of its own: a variable that the body sets stays set."""
 
-    tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja only asks what is in it
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja only tests membership
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -81,7 +86,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with every round of a loop and every call counted, and sizes looked at before they are made."""
+    """The sandbox. It counts every loop round and every call, and checks a value's size before the value is made."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -91,18 +96,18 @@ class _Environment(ImmutableSandboxedEnvironment):
             count = _own_call("count_round", [], loop.lineno)
             if loop.test is None:
                 loop.body.insert(0, nodes.ExprStmt(count, lineno=loop.lineno))
-            else:  # rounds that the loop's own condition leaves out take their time too
+            else:  # a round that the loop's own condition skips takes time too
                 loop.test = nodes.And(count, loop.test, lineno=loop.lineno)
         _replace_concat(template)
         template.set_environment(self)
         return template
 
     def count_round(self) -> bool:
-        """Called by the compiled template once for every round; `call` below does the counting."""
+        """The compiled template calls this once for every loop round. `call` below does the counting."""
         return True
 
     def concat_bounded(self, *values: Any) -> str:
-        """What `~` makes."""
+        """The value of `a ~ b`: all values as one text. Raises _TemplateRefusal when the text would be too long."""
         texts = [str(value) for value in values]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -131,12 +136,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _own_call(method: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
-    """A call of the environment's own method, as a template would write it."""
+    """The syntax node of a call of the environment's own method."""
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None, lineno=lineno)
 
 
 def _replace_concat(node: nodes.Node) -> None:
-    """Every `a ~ b` below `node` becomes a call of `concat_bounded`, in place."""
+    """Replace every `a ~ b` below `node`, in place, by a call of `concat_bounded`."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             _replace_concat(value)
@@ -161,12 +166,12 @@ def _check_number(num_bits: int) -> None:
 
 
 class ChatTemplate:
-    """One compiled template, shared by threads."""
+    """One compiled template. Threads may share it."""
 
     def __init__(self, source: str, *, where: str = "chat template", **tokens: str) -> None:
-        """`tokens` are the special tokens it may name (TOKEN_NAMES); `where` names it in errors.
+        """Compile `source`. `tokens` are the special tokens that the template may use (TOKEN_NAMES).
 
-        Raises ModelFileError for a template that does not parse.
+        `where` names the template in errors. Raises ModelFileError when it cannot be parsed or compiled.
         """
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _to_json
@@ -178,14 +183,16 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelFileError(f"{where}, line {error.lineno}: {_one_line(error.message or '')}") from None
         except (SyntaxError, RecursionError, MemoryError, ValueError, _TemplateRefusal) as error:
-            # It parses, but what it compiles to is beyond Python: nested too deeply, or with constants too large.
+            # The template parses, but Python cannot compile the result: it is nested too deeply, or has too large
+            # constants.
             raise ModelFileError(f"{where}: it cannot be compiled: {_one_line(str(error))}") from None
         self._tokens = tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt's text up to where the assistant speaks. Raises BadRequest with the template's own message.
+        """The prompt's text, up to the point where the assistant's turn begins.
 
-        As in transformers, a field of a message that is null is as if it were not there.
+        As in transformers, a message's field that is null counts as absent. Raises BadRequest with the template's own
+        message when the template refuses the messages, fails on them or exceeds a bound.
         """
         present = [{name: value for name, value in message.items() if value is not None} for message in messages]
         token = _steps.set(_Steps())
@@ -198,7 +205,7 @@ class ChatTemplate:
         except MemoryError:
             raise _refused("there is not enough memory for what it makes of them") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
-            # Code in a template fails in Python's own ways when messages have another shape than it expects.
+            # When messages do not have the shape that the template expects, its code fails with one of Python's errors.
             raise _refused(str(error)) from None
         finally:
             _steps.reset(token)
@@ -226,7 +233,7 @@ def _one_line(text: str) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or {"content": ...}; None is none."""
+    """The text of a token in tokenizer_config.json, which is a string or {"content": ...}; None for any other value."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -243,7 +250,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, {} if there is no such file. Raises ModelFileError."""
+    """The JSON object in a file; {} if there is no such file. Raises ModelFileError."""
     if not path.exists():
         return {}
     text = _read_text(path)
@@ -259,7 +266,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _of_config(config: Mapping[str, Any], where: str) -> str | None:
-    """The template in tokenizer_config.json: a string, or of several the one called `default`.
+    """The template in tokenizer_config.json, or None. Of several templates, it is the template called `default`.
 
     Raises ModelFileError.
     """
@@ -276,9 +283,9 @@ def _of_config(config: Mapping[str, Any], where: str) -> str | None:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """The template of a model directory: `chat_template.jinja`, else `tokenizer_config.json`; None if it has none.
+    """The template of a model directory, from `chat_template.jinja`, else from `tokenizer_config.json`, else None.
 
-    Raises ModelFileError when there is one that cannot be used.
+    Raises ModelFileError when the directory has a template that cannot be used.
     """
     config_path, own_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     config = _read_object(config_path)

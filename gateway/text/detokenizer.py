@@ -1,8 +1,7 @@
 """Token ids to text, incrementally: a token-to-bytes table, a UTF-8 decoder, then the stop matcher.
 
-Every character is released as soon as its last byte is there; a replacement character appears only for bytes that can
-no longer become a character. The text is therefore the same for a stream and for a single answer, however the tokens
-were grouped.
+A character is released as soon as its last byte has arrived. A replacement character stands only for bytes that can no
+longer become a character. So a stream and a single answer have the same text, however the tokens were grouped.
 """
 
 import codecs
@@ -17,7 +16,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2 `encoder.py`), character to byte."""
+    """GPT-2's table of printable characters that stand for bytes (openai/gpt-2 `encoder.py`): character to byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if chr(byte) not in table)
@@ -26,7 +25,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _is_byte_level(document: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer's decoder (or one part of it) is ByteLevel; else it is sentencepiece-like."""
+    """Whether the tokenizer is ByteLevel, by its decoder or its pre-tokenizer. If not, it is like sentencepiece."""
     decoder = document.get("decoder") or {}
     parts = [decoder, *decoder.get("decoders", [])]
     if any(part.get("type") == "ByteLevel" for part in parts):
@@ -36,9 +35,9 @@ def _is_byte_level(document: Mapping[str, Any]) -> bool:
 
 
 def token_bytes_table(tokenizer_json: str, *, silent_ids: Collection[int] = (), vocab_size: int = 0) -> list[bytes]:
-    """Bytes of every token id, from the text of a tokenizer.json.
+    """The bytes of every token, by token id, from the text of a tokenizer.json.
 
-    Special tokens and `silent_ids` (the model's end tokens) have none, and neither have unused vocabulary slots up to
+    Three kinds of ids have no bytes: special tokens, `silent_ids` (the model's end tokens), and unused ids below
     `vocab_size`. Raises ValueError when the document has no vocabulary.
     """
     document = json.loads(tokenizer_json)
@@ -64,7 +63,7 @@ def token_bytes_table(tokenizer_json: str, *, silent_ids: Collection[int] = (), 
 def _token_bytes(token: str, alphabet: Mapping[str, int] | None) -> bytes:
     if alphabet is not None:
         mapped = [alphabet.get(char) for char in token]
-        if any(byte is None for byte in mapped):  # not from the byte alphabet: it stands for itself
+        if any(byte is None for byte in mapped):  # a token outside the byte alphabet stands for itself
             return token.encode()
         return bytes(byte for byte in mapped if byte is not None)
     match = _BYTE_TOKEN.match(token)
@@ -74,10 +73,13 @@ def _token_bytes(token: str, alphabet: Mapping[str, int] | None) -> bytes:
 
 
 class Detokenizer:
-    """One request's text: token ids in, certain text out, stops when a stop string is complete."""
+    """One request's text. Takes token ids, returns text that no later token can change, and ends at a stop string."""
 
     def __init__(self, table: list[bytes], stops: Iterable[str] = (), *, min_tokens: int = 0) -> None:
-        """Stop strings are looked for only in text that begins after the first `min_tokens` tokens."""
+        """`table` has the bytes of each token id.
+
+        Stop strings are looked for only behind the first `min_tokens` tokens.
+        """
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
@@ -86,11 +88,11 @@ class Detokenizer:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string is complete; all later text is cut off."""
+        """Whether a stop string is complete. All later text is then dropped."""
         return self._matcher.matched
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Take in new tokens and return the text that is certain now. Ids outside the table add no text."""
+        """Take in new tokens and return the text that has become certain. An id outside the table adds no text."""
         pieces = []
         for token_id in token_ids:
             if self._matcher.matched:
@@ -103,7 +105,7 @@ class Detokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """The rest at the end of the output: an unfinished character becomes one U+FFFD, held text is let go."""
+        """The rest of the text, at the end of the output. An unfinished character becomes one U+FFFD."""
         if self._matcher.matched:
             return ""
         return self._matcher.feed(self._decoder.decode(b"", final=True)) + self._matcher.flush()

@@ -1,9 +1,11 @@
-"""Stop strings over decoded text: an Aho-Corasick automaton fed piece by piece, holding back as little as possible.
+"""Stop strings over decoded text: an Aho-Corasick automaton that is fed piece by piece and holds back little text.
 
-Scope: everything the model generates, reasoning included, from the first token on (or the first after `min_tokens`).
-Text is matched, not token ids, because one stop string has many tokenisations. Of the text fed so far everything is
-released except the longest suffix that is still a live prefix of some stop string, so a stream without such a suffix
-has no added latency. The earliest end wins; of several stops that end together, the longest.
+Scope: all text that the model generates, reasoning included, from the first token on (or the first after `min_tokens`).
+We match text and not token ids, because one stop string has many tokenisations.
+
+Of the text fed so far, the matcher holds back only the longest suffix that may still become a stop string. So a stream
+without such a suffix has no added latency. For example, with the stop string "END" and the text "an EN", it holds back
+"EN". The stop string that ends first wins; of several that end together, the longest wins.
 
 Source: A. Aho and M. Corasick, "Efficient string matching", CACM 18(6), 1975, algorithms 2 and 3.
 """
@@ -16,7 +18,7 @@ class StopMatcher:
     """Owns the automaton's state and the held-back text of one request."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Build the automaton; raises ValueError for an empty stop string, which would match before any text."""
+        """Build the automaton. Raises ValueError for an empty stop string, which would match before any text."""
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self._depth = [0]
@@ -45,14 +47,15 @@ class StopMatcher:
         self._match_len[state] = len(stop)
 
     def _link(self) -> None:
-        """Failure links, breadth first: the longest proper suffix of each state that is itself a prefix."""
+        """Set the failure links, breadth first. A state's link is its longest proper suffix that is a state too."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
             for char, following in self._next[state].items():
                 self._fail[following] = self._step(self._fail[state], char)
                 queue.append(following)
-            # A suffix that is a whole stop ends here too; the state's own stop is longer when it has one.
+            # A stop string that is a suffix of this state ends here too. A stop that is the whole state is longer, and
+            # wins.
             if not self._match_len[state]:
                 self._match_len[state] = self._match_len[self._fail[state]]
 
@@ -66,9 +69,9 @@ class StopMatcher:
             state = self._fail[state]
 
     def feed(self, text: str) -> str:
-        """Take in more text and return what is certain; sets `matched` when a stop string is complete.
+        """Take in more text and return the text that is certain now. Sets `matched` when a stop string is complete.
 
-        After a match nothing more is released: the stop itself and all behind it are cut off.
+        The stop string and all text behind it are dropped, and after a match every call returns "".
         """
         if self.matched:
             return ""
@@ -89,6 +92,9 @@ class StopMatcher:
         return seen[:keep]
 
     def flush(self) -> str:
-        """The text still held back, at the end of the output: no stop can complete any more."""
+        """The text that is still held back.
+
+        Call it at the end of the output, when no stop string can become complete.
+        """
         held, self._held, self._state = self._held, "", 0
         return held

@@ -1,9 +1,14 @@
 """Text to token ids for one model build: raw prompts, and chats through the model's own template.
 
-What a caller writes inside a message can never become a control token: special tokens are recognised only in the text
-the template itself wrote. Inside messages they are replaced by marks before rendering, the rendered text is cut at the
-remaining (real) special tokens, the marks are spelled out again, and the pieces between are encoded with special tokens
-switched off. A raw prompt of /v1/completions is the caller's own, control tokens included.
+Text that a caller writes inside a message can never become a control token. Special tokens are recognised only in the
+text that the template itself wrote, in four steps:
+
+1. Inside the messages, each spelling of a special token is replaced by a mark.
+2. The template is rendered, and the text is cut at the special tokens that remain: those are the template's own.
+3. In the pieces between, each mark is replaced by the spelling it stands for.
+4. The pieces are encoded with special tokens switched off.
+
+A raw prompt of /v1/completions is wholly the caller's, so special tokens are recognised in it.
 """
 
 import json
@@ -19,24 +24,24 @@ from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.text.chat_template import ChatTemplate, load_chat_template
 from gateway.text.detokenizer import token_bytes_table
 
-# What tokenizer.json keeps from training, which is about the shape of batches or makes each encoding another one.
-# Obeyed, it would cut prompts, fill them up or change them without a word.
+# Settings in tokenizer.json that are left from training. If we obeyed them, they would silently cut or pad prompts.
 _TRAINING_ONLY: dict[str, Any] = {"truncation": None, "padding": None}
 
-# A mark is a number between two Unicode noncharacters, which are never part of exchanged text. Who sends one all the
-# same gets the spelling it stands for, as ordinary text.
+# A mark is a number between two Unicode noncharacters, which are never part of exchanged text. A caller who sends a
+# mark nevertheless gets the spelling that it stands for, as ordinary text.
 _MARK = re.compile("\ufdd0([0-9]{1,6})\ufdd1")
 
-# A text is encoded whole, for exactness, unless a beginning of it already has too many tokens. The first beginning has
-# so many characters for each token of room (English has about 4.5), and each further one is so many times longer.
+# A text is encoded whole, for exactness, unless a prefix of it already has too many tokens. The first prefix has
+# _PREFIX_CHARS characters for each token of room (English has about 4.5); each further prefix is _PREFIX_GROWTH times
+# as long.
 _PREFIX_CHARS, _PREFIX_GROWTH = 4, 4
 _PREFIX_LEAST_CHARS = 4096
-# Where a beginning is cut, the last words may not be those of the whole text.
+# Close to its cut, a prefix may have other words than the whole text: so many last words or characters do not count.
 _CUT_WORDS, _CUT_CHARS = 4, 64
 
 
 def _document(tokenizer_json: str) -> dict[str, Any]:
-    """tokenizer.json without what is for training only: truncation, padding and dropout. Raises ValueError."""
+    """tokenizer.json without the settings for training: truncation, padding and dropout. Raises ValueError."""
     try:
         document = json.loads(tokenizer_json)
     except (ValueError, RecursionError) as error:
@@ -50,7 +55,7 @@ def _document(tokenizer_json: str) -> dict[str, Any]:
 
 
 def _tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Raises ValueError."""
+    """The library's tokenizer of this document. Raises ValueError."""
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(document, ensure_ascii=False))
     except Exception as error:  # the library raises bare Exception
@@ -59,12 +64,12 @@ def _tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _begins_differently(pre_tokenizer: Any) -> bool:
-    """Whether it puts a blank in front of the text's beginning and nowhere else (Metaspace's scheme `first`)."""
+    """Whether the pre-tokenizer puts a blank only in front of a text's beginning (Metaspace's scheme `first`)."""
     return '"prepend_scheme": "first"' in json.dumps(pre_tokenizer)
 
 
 def _inside(pre_tokenizer: Any) -> Any:
-    """The same pre-tokenizer for text that is no beginning."""
+    """The same pre-tokenizer, for a piece of text that is not at the beginning."""
     if isinstance(pre_tokenizer, dict):
         changed = {name: _inside(value) for name, value in pre_tokenizer.items()}
         return changed | ({"prepend_scheme": "never"} if changed.get("prepend_scheme") == "first" else {})
@@ -72,7 +77,7 @@ def _inside(pre_tokenizer: Any) -> Any:
 
 
 class ModelTokenizer:
-    """Owns the tokenizer, the template and the token-to-bytes table of the model being served. Thread-safe."""
+    """Owns the tokenizer, the template and the token-to-bytes table of the model that is served. Thread-safe."""
 
     def __init__(
         self,
@@ -82,12 +87,12 @@ class ModelTokenizer:
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Raises ValueError for a document that is no tokenizer."""
+        """`tokenizer_json` is the text of the file. Raises ValueError when the text is no tokenizer."""
         document = _document(tokenizer_json)
         self._full = _tokenizer(document)
         self._plain = _tokenizer(document)
         self._plain.encode_special_tokens = True
-        # Between special tokens a piece is no beginning, and gets no blank in front that only beginnings get.
+        # A piece behind a special token is not at the text's beginning, so it gets no blank that only a beginning gets.
         self._plain_inside = self._plain
         if _begins_differently(document.get("pre_tokenizer")):
             self._plain_inside = _tokenizer(document | {"pre_tokenizer": _inside(document["pre_tokenizer"])})
@@ -103,7 +108,8 @@ class ModelTokenizer:
         self._template = template
         self.table = token_bytes_table(tokenizer_json, silent_ids=eos_token_ids, vocab_size=vocab_size)
         self.vocab_size = vocab_size or len(self.table)
-        # Without a normalizer no token stands for more bytes than its own, so length alone can rule a prompt out.
+        # Without a normalizer, a token stands for at most its own bytes, so a prompt can be too long by its length
+        # alone.
         longest = max((len(data) for data in self.table), default=0)
         longest = max([longest, *(len(content.encode()) for content in self._special_ids)])
         self._max_token_bytes = None if document.get("normalizer") else longest
@@ -123,14 +129,15 @@ class ModelTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chats can be served at all."""
+        """Whether the model has a chat template. Without a template no chat can be served."""
         return self._template is not None
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, room: int) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """The token ids of a conversation, up to the assistant's turn.
 
-        Encoding stops when there are more than `room` tokens. Raises BadRequest when the model has no template or the
-        template refuses, ContextLengthExceeded when there are certainly more than `room` tokens.
+        Encoding stops early when there are more than `room` tokens, but a result may still be longer. Raises BadRequest
+        when the model has no template or the template refuses the messages, and ContextLengthExceeded when encoding
+        stopped early.
         """
         if self._template is None:
             raise BadRequest(
@@ -156,13 +163,16 @@ class ModelTokenizer:
         return ids
 
     def encode_text(self, text: str, *, room: int) -> list[int]:
-        """Token ids of a raw prompt, with the tokenizer's own BOS, but never two. Raises ContextLengthExceeded."""
+        """The token ids of a raw prompt. The tokenizer's BOS comes first, but never twice.
+
+        Raises ContextLengthExceeded when there are certainly more than `room` tokens; a result may still be longer.
+        """
         self._check_length(text, room, "prompt")
         self._check_prefixes(self._full, text, room, room, "prompt")
         ids: list[int] = self._full.encode(text, add_special_tokens=True).ids
         if len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._special_ids.values():
             bare = self._full.encode(text, add_special_tokens=False).ids
-            if ids[1:] == bare:  # the text began with BOS and the tokenizer put another in front
+            if ids[1:] == bare:  # the text began with a BOS, and the tokenizer put a second BOS in front
                 return bare
         return ids
 
@@ -173,7 +183,10 @@ class ModelTokenizer:
             )
 
     def _check_prefixes(self, tokenizer: tokenizers.Tokenizer, text: str, room: int, rest: int, param: str) -> None:
-        """Raises ContextLengthExceeded when a beginning of `text` shows that it has more than `rest` tokens."""
+        """Raises ContextLengthExceeded when a prefix shows that `text` has more than `rest` tokens.
+
+        The message names `room`, the room of the whole prompt.
+        """
         num_chars = max(_PREFIX_CHARS * rest, _PREFIX_LEAST_CHARS)
         while num_chars < len(text):
             if self._certain_tokens(tokenizer, text[:num_chars]) > rest:
@@ -181,11 +194,12 @@ class ModelTokenizer:
             num_chars *= _PREFIX_GROWTH
 
     def _certain_tokens(self, tokenizer: tokenizers.Tokenizer, prefix: str) -> int:
-        """How many tokens every text that begins with `prefix` has at least.
+        """The least number of tokens that a text beginning with `prefix` can have.
 
-        Tokens never reach over the border of two words (what the tokenizer's own first cut makes), and words are found
-        from left to right, so those well before the end of `prefix` are the words of the whole text too. A tokenizer
-        that does not cut texts into words has one word, and shows nothing.
+        A word is what the tokenizer's first cut makes of a text, and no token reaches over the border of two words.
+        Words are found from left to right. So the words well before the end of `prefix` are words of the whole text
+        too, and their tokens count. With a tokenizer that does not cut texts into words, the prefix is one word, and
+        the result is 0.
         """
         encoding = tokenizer.encode(prefix, add_special_tokens=False)
         words, offsets = encoding.word_ids, encoding.offsets
@@ -213,7 +227,8 @@ class ModelTokenizer:
         return self._spellings[number] if number < len(self._spellings) else mark.group()
 
     def _split(self, text: str) -> list[tuple[str, int | None]]:
-        """`text` as pieces of ordinary text, each followed by a special token's id or (the last) by none."""
+        """`text` as pieces of ordinary text, each with the id of the special token behind it; the last piece has
+        None."""
         if self._special is None:
             return [(text, None)]
         pieces: list[tuple[str, int | None]] = []

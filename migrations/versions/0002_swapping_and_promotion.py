@@ -1,8 +1,8 @@
-"""What swapping and promotion cost: columns of the ledger and the samples, who cost whom what, and sums by the hour.
+"""What swapping and promotion cost: columns of the ledger and the samples, what teams cost each other, and hourly sums.
 
-Tables that may be large only get columns with a constant default, and no index: that changes the schema and not one
-row, so the write lock is held for milliseconds however many rows there are (SQLite: "ALTER TABLE ADD COLUMN";
-PostgreSQL: since version 11).
+A table that may be large only gets columns with a constant default, and no index. That changes the schema and no row,
+so the write lock is held for milliseconds however many rows there are. SQLite's "ALTER TABLE ADD COLUMN" works so, and
+PostgreSQL's since version 11.
 
 Revision ID: 0002
 Revises: 0001

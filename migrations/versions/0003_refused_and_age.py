@@ -1,10 +1,10 @@
 """Outcome `refused`, and what retention remembers of its last run.
 
-The ledger may have millions of rows, and none of them is looked at: whatever the old constraint took, the new one takes
-too. PostgreSQL adds it as NOT VALID, which checks new rows only. SQLite has no ALTER for a constraint, and copying the
-table would hold the write lock for minutes, so the text of the table is changed where SQLite keeps it. That is the way
-its documentation gives for a change of constraints (lang_altertable.html, section 7): within the transaction, with a
-new schema_version, so that every open connection reads the schema again.
+The ledger may have millions of rows, and the upgrade reads none of them: a row that fits the old constraint fits the
+new constraint too. PostgreSQL adds the new constraint as NOT VALID, which checks new rows only. SQLite has no ALTER for
+a constraint, and copying the table would hold the write lock for minutes. So the upgrade changes the table's text where
+SQLite keeps it, as SQLite's documentation describes for constraints (lang_altertable.html, section 7). This happens in
+the transaction and sets a new schema_version, so that every open connection reads the schema again.
 
 Revision ID: 0003
 Revises: 0002
@@ -27,7 +27,7 @@ IN_POSTGRES = (
 
 
 def upgrade() -> None:
-    """Widen the constraint, add columns."""
+    """Widen the constraint on the outcome, and add columns."""
     if op.get_context().dialect.name == "sqlite":
         _widen_in_sqlite()
     else:

@@ -15,6 +15,8 @@ interference are by the second, from the samples. Each request is held against t
 it began to starve: `pauses_over_bound` counts those that paused longer, which the tier's longest pause and largest
 bound need not show. Percentiles are exact, by nearest rank. Times are seconds.
 
+A team's line has every counter that is declared with a `report` name (`policies.team_counters`).
+
 `samples_deleted_before` is a moment of the period before which its samples are gone: service, shares, promotions and
 interference begin there. `samples_by_the_hour_before` is one before which only whole hours are known, each of which
 counts where it starts. Both are null when nothing of the period is missing.
@@ -27,6 +29,7 @@ from typing import Any
 from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from policies.team_counters import TEAM_COUNTERS
 from tenants import tables
 from tenants.reports.periods import Period
 from tenants.reports.queries import HAS_TOKENS, NOTHING, SIZE, SLOWDOWN, SUMS, TIMES, finished_within, spreads, sums
@@ -123,23 +126,13 @@ async def _lines(
                 "team_status": statuses.get(team_id, GONE),
                 "tier": tier,
                 "weight": weight,
-                "device_seconds": row["served_us"] / 1e6,
-                "overhead_device_seconds": row["overhead_us"] / 1e6,
                 "active_seconds": row["interval_ms"] / 1e3,
-                "backlogged_seconds": row["backlogged_ms"] / 1e3,
                 "share": _part(row["served_backlogged_us"], row["served_all_us"]),
                 "entitled": _part(row["entitled_backlogged_us"], row["entitled_all_us"]),
                 "satisfaction": _part(row["served_backlogged_us"], row["entitled_backlogged_us"]),
-                "lag_min_seconds": row["lag_min_us"] / 1e6,
-                "lag_max_seconds": row["lag_max_us"] / 1e6,
                 "lag_bound_seconds": row["lag_bound_us"] / 1e6 or None,
                 **{count: counts.get(count, 0) for count in ("requests", "preemptions", "swaps", "recomputes")},
-                "promotions": row["promotions"],
-                "promotions_exhausted": row["exhausted"],
-                "promotion_budget_seconds": row["budget_us"] / 1e6,
-                "promoted_seconds": row["promoted_us"] / 1e6,
-                "longest_pause_seconds": row["longest_pause_us"] / 1e6,
-                "pause_bound_seconds": row["pause_bound_us"] / 1e6 or None,
+                **{counter.report: counter.shown(row[counter.name]) for counter in TEAM_COUNTERS if counter.report},
             }
         )
     return sorted(lines, key=lambda line: str(line["team"]))

@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Subquery, Table, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from policies.team_counters import Over, names_over
 from tenants import tables
 from tenants.reports.periods import Period
 
@@ -22,23 +23,14 @@ HOUR_US = 3_600_000_000
 _samples = tables.service_samples.c
 _hours = tables.service_hours.c
 
-# How a column of service_hours is made from seconds, and from other hours.
-SUMMED = (
-    "interval_ms",
-    "served_us",
-    "entitled_us",
-    "backlogged_ms",
-    "promotions",
-    "exhausted",
-    "promoted_us",
-    "overhead_us",
-    "bytes_swapped_out",
-    "bytes_swapped_in",
-)
+# How a column of service_hours is made from seconds, and from other hours: the team counters as they are declared, and
+# figures of the whole interval.
+SUMMED = ("interval_ms", *names_over(Over.SUM))
 SUMMED_BACKLOGGED = ("served_backlogged_us", "entitled_backlogged_us", "served_all_us", "entitled_all_us")
-LEAST = ("lag_min_us",)
-MOST = ("lag_max_us", "lag_bound_us", "starving", "pause_bound_us", "longest_pause_us")
-LATEST = ("last_at_us", "budget_us")
+LEAST = names_over(Over.LEAST)
+MOST = (*names_over(Over.MOST), "lag_bound_us")
+_AT_LAST = names_over(Over.LATEST)
+LATEST = ("last_at_us", *_AT_LAST)
 SERVICE_COLUMNS = (*SUMMED, *SUMMED_BACKLOGGED, *LEAST, *MOST, *LATEST)
 
 
@@ -126,7 +118,7 @@ def seconds_by_team(span: Span) -> Select[Any]:
             *(func.min(_samples[name]).label(name) for name in LEAST),
             *(func.max(_samples[name]).label(name) for name in MOST),
             func.max(_samples.at_us).label("last_at_us"),
-            func.max(case((_samples.at_us == last.c.at_us, _samples.budget_us))).label("budget_us"),
+            *(func.max(case((_samples.at_us == last.c.at_us, _samples[name]))).label(name) for name in _AT_LAST),
         )
         .select_from(
             tables.service_samples.join(each, _samples.at_us == each.c.at_us).join(
@@ -147,7 +139,7 @@ def _hours_by_team(span: Span) -> Select[Any]:
             *(func.min(_hours[name]).label(name) for name in LEAST),
             *(func.max(_hours[name]).label(name) for name in MOST),
             func.max(_hours.last_at_us).label("last_at_us"),
-            func.max(case((_hours.at_us == last.c.at_us, _hours.budget_us))).label("budget_us"),
+            *(func.max(case((_hours.at_us == last.c.at_us, _hours[name]))).label(name) for name in _AT_LAST),
         )
         .select_from(tables.service_hours.join(last, _hours.team_id == last.c.team_id))
         .where(span.holds(_hours.at_us))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tenants.pepper import load_pepper
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 MakeServer = Callable[..., Server]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.demo.run import load_trace
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 
 def write_trace(path: Path, teams: list[str]) -> Path:
@@ -103,7 +103,7 @@ def test_a_damaged_trace_is_one_line(tmp_path: Path, cache_dir: Path, content: s
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_the_bundled_trace_is_a_minute_of_three_teams_and_carries_its_licence() -> None:
+def test_the_bundled_trace_is_a_minute_of_three_teams() -> None:
     rows = load_trace(None, 60)
     assert {row.team for row in rows} == {"support", "dev", "reports"}
     assert 55e6 < rows[-1].at_us <= 60e6

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import Server, is_running, wait_until
+from tests.support.e2e.server import Server, is_running, wait_until
 
 pytestmark = pytest.mark.slow
 

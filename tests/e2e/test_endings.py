@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.clients import ledger_rows
-from tests.e2e.server import DEADLINE_SECONDS, Server
+from tests.support.e2e.clients import ledger_rows
+from tests.support.e2e.server import DEADLINE_SECONDS, Server
 
 BLOCK_BYTES = 16 * 384  # of 16 tokens of the tiny model in bfloat16
 DEVICE_BLOCKS = 24

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from engine.models.store import SMOLLM2, cache_root
-from tests.e2e.flood import parts_body
-from tests.e2e.server import Server, is_running, wait_until
+from tests.support.e2e.flood import parts_body
+from tests.support.e2e.server import Server, is_running, wait_until
 
 MakeServer = Callable[..., Server]
 
@@ -161,7 +161,7 @@ def test_when_bodies_and_connections_flood_then_it_passes(server: Server, capsys
     before_mb, begin = gateway_mb(server), time.monotonic()
     quiet = gaps.longest(begin - 3, begin)
     peak = Peak(server)
-    command = [sys.executable, "-m", "tests.e2e.flood"]
+    command = [sys.executable, "-m", "tests.support.e2e.flood"]
     arguments = ["bodies", str(server.port), flooder, SMOLLM2, str(NUM_BODIES)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=110)
     flooded = gaps.longest(begin, time.monotonic())

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.server import Server, wait_until
+from tests.support.e2e.server import Server, wait_until
 
 MakeServer = Callable[..., Server]
 FLAGS = ["--kv-memory", "192KiB", "--host-kv-memory", "1MiB", "--max-batch-size", "4"]  # 32 device blocks
@@ -25,7 +25,7 @@ def sums_of(server: Server, *labels: str) -> Counter[tuple[str, ...]]:
     return sums
 
 
-def test_swaps_promises_and_charges_are_the_same_in_metrics_and_reports(make_server: MakeServer) -> None:
+def test_when_memory_is_short_metrics_and_reports_agree(make_server: MakeServer) -> None:
     server = make_server().start(*FLAGS)
     keys = {"light": server.make_key("light", "gold"), "heavy": server.make_key("heavy", "bronze")}
     shown = server.admin("GET", "teams")["data"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,7 +81,7 @@ def test_serve_runs_from_the_installed_wheel(
     assert help_text.returncode == 0, help_text.stderr
     assert "quota" in help_text.stdout
 
-    monkeypatch.setattr("tests.e2e.server.sys.executable", str(fresh_python))
+    monkeypatch.setattr("tests.support.e2e.server.sys.executable", str(fresh_python))
     monkeypatch.chdir(tmp_path)
     server = Server(tmp_path / "data", cache_dir)
     server.environment = {name: value for name, value in server.environment.items() if name != "PYTHONPATH"}

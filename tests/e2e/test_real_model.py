@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from engine.models.store import cache_root
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 
 pytestmark = pytest.mark.real_model
 LEDGER = "SELECT team, outcome, prompt_tokens, output_tokens, device_us FROM ledger WHERE team = 'search'"

@@ -7,9 +7,9 @@ import pytest
 
 from gateway.reports.comparison import render_demo
 from gateway.reports.fairness import render_fairness
-from tests.e2e.browser import CHROMIUM, Browser
-from tests.gateway.fairness_document import EMPTY_SERIES, make_report, make_series
-from tests.gateway.test_report_html import make_demo
+from tests.support.e2e.browser import CHROMIUM, Browser
+from tests.support.gateway.fairness_document import EMPTY_SERIES, make_report, make_series
+from tests.support.gateway.report_pages import make_demo
 
 pytestmark = pytest.mark.browser
 

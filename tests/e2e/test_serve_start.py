@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from engine.models.tiny import write_tiny_model
-from tests.e2e.clients import client_of
-from tests.e2e.server import Server, wait_until
+from tests.support.e2e.clients import client_of
+from tests.support.e2e.server import Server, wait_until
 
 MakeServer = Callable[..., Server]
 

@@ -14,13 +14,13 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.clients import Stream, client_of, ledger_rows, long_body
-from tests.e2e.server import Server, is_running, wait_until
+from tests.support.e2e.clients import Stream, client_of, ledger_rows, long_body
+from tests.support.e2e.server import Server, is_running, wait_until
 
 MakeServer = Callable[..., Server]
 
 
-def test_the_official_client_works_and_every_request_is_one_ledger_row(running: Server) -> None:
+def test_with_the_official_client_each_request_is_one_row(running: Server) -> None:
     running.json("team", "create", "first", "--tier", "gold")
     key = running.json("key", "create", "first")["key"]
     client = client_of(running, key)
@@ -189,7 +189,7 @@ def test_sigterm_lets_running_streams_finish(make_server: MakeServer) -> None:
 
 
 @pytest.mark.case("D05")
-def test_after_the_drain_time_streams_end_with_an_error_and_are_booked(make_server: MakeServer) -> None:
+def test_when_the_drain_time_is_over_streams_end_and_are_booked(make_server: MakeServer) -> None:
     server = make_server().start("--drain-timeout", "100ms", "--max-batch-size", "2")
     key = server.make_key()
     engine_pid = server.status()["engine"]["pid"]
@@ -207,7 +207,7 @@ def test_after_the_drain_time_streams_end_with_an_error_and_are_booked(make_serv
 
 
 @pytest.mark.case("K46")
-def test_kill_9_takes_the_engine_along_and_the_next_start_books_lost_rows(make_server: MakeServer) -> None:
+def test_after_kill_9_the_next_start_books_lost_rows(make_server: MakeServer) -> None:
     server = make_server().start()
     key = server.make_key()
     first = server.status()["engine"]
@@ -226,7 +226,7 @@ def test_kill_9_takes_the_engine_along_and_the_next_start_books_lost_rows(make_s
     assert text.usage is not None
 
 
-def test_a_dead_engine_ends_its_streams_with_an_error_and_is_started_again(make_server: MakeServer) -> None:
+def test_when_the_engine_dies_streams_end_and_it_starts_again(make_server: MakeServer) -> None:
     server = make_server().start()
     key = server.make_key()
     stream = Stream(server, key, long_body())
@@ -260,7 +260,7 @@ def test_quickstart_prints_a_line_that_works_and_may_be_used_again(make_server: 
     assert [model.id for model in client_of(server, started["key"]).models.list()] == ["tiny-random"]
 
 
-def test_without_a_server_commands_write_under_the_lock_and_a_server_sees_it(make_server: MakeServer) -> None:
+def test_what_commands_wrote_without_a_server_a_server_sees(make_server: MakeServer) -> None:
     server = make_server()
     server.json("team", "create", "early", "--tier", "gold")
     key = server.json("key", "create", "early")["key"]

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from gateway.demo.server_process import ServerProcess
-from tests.e2e.clients import Stream, ledger_rows, long_body
-from tests.e2e.server import Server, wait_until
+from tests.support.e2e.clients import Stream, ledger_rows, long_body
+from tests.support.e2e.server import Server, wait_until
 
 MakeServer = Callable[..., Server]
 

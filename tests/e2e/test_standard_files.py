@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import client_of, ledger_rows
-from tests.e2e.server import Server, wait_until
+from tests.support.e2e.clients import client_of, ledger_rows
+from tests.support.e2e.server import Server, wait_until
 
 MakeServer = Callable[..., Server]
 CLOSED = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")

@@ -73,7 +73,7 @@ def test_no_module_writes_another_owners_record(path: Path) -> None:
     [
         ("step/scheduler.py", "sequence.memory.num_claim = 3"),
         ("step/scheduler.py", "sequence.bill.device_us += 3"),
-        ("memory/mover.py", "sequence.pause.is_starving = True"),
+        ("memory/mover.py", "sequence.pause.bound_us = 3"),
         ("memory/mover.py", "sequence.is_running = False"),
         ("process/samples.py", "a, sequence.level = 1, 2"),
     ],

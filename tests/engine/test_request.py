@@ -69,7 +69,7 @@ def test_every_status_is_reachable_from_waiting() -> None:
     assert seen == set(Status)
 
 
-def test_the_drawn_table_has_a_row_for_each_status_and_names_each_change() -> None:
+def test_the_drawn_table_has_each_status_and_each_change() -> None:
     rows = transition_table().splitlines()[2:]
     assert [row.split("|")[1].strip() for row in rows] == [status.name for status in TRANSITIONS]
     for row, (_, successors) in zip(rows, TRANSITIONS.items(), strict=True):

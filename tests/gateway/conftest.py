@@ -1,35 +1,14 @@
-"""Fixtures of the gateway's tests. Async ones run on asyncio, through anyio's own pytest plugin."""
+"""Fixtures of the gateway's tests: the admin API on a store."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.admin.app import AdminState, render_metrics
-from tenants.migrate import upgrade
-from tests.gateway.admin_support import TOKEN, client_of
-from tests.tenants.support import Store, opened
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("admin") / "terazi.db"
-    asyncio.run(upgrade(f"sqlite+aiosqlite:///{path}", now_us=lambda: 1))
-    return path
-
-
-@pytest.fixture
-async def store(template: Path, tmp_path: Path) -> AsyncIterator[Store]:
-    async with opened(template, tmp_path / "data") as store:
-        yield store
+from tests.support.gateway.admin import TOKEN, client_of
+from tests.support.tenants.stores import Store
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.metrics.families import GatewayMetrics
-from tests.gateway.harness import CHAT, Gateway, chat_body, eventually, gateway
+from tests.support.gateway.harness import CHAT, Gateway, chat_body, eventually, gateway
 
 pytestmark = pytest.mark.anyio
 

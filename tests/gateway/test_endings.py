@@ -21,10 +21,10 @@ from gateway.listen import protocol as http_protocol
 from gateway.openai.app import HttpSettings
 from policies.tiers import DEFAULT_TIERS
 from tenants.rows import LedgerRow
-from tests.engine.moments import MOMENTS as ALL_MOMENTS
-from tests.engine.moments import check_cuts, moment_of, planned, read_steps
-from tests.gateway.core_engine import DEVICE_BLOCKS, HOST_BLOCKS, CoreEngine, small_hello
-from tests.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
+from tests.support.engine.moments import MOMENTS as ALL_MOMENTS
+from tests.support.engine.moments import check_cuts, moment_of, planned, read_steps
+from tests.support.gateway.core_engine import DEVICE_BLOCKS, HOST_BLOCKS, CoreEngine, small_hello
+from tests.support.gateway.harness import CHAT, WAIT, Gateway, chat_body, events, eventually, gateway, text_of
 
 pytestmark = pytest.mark.anyio
 
@@ -211,7 +211,7 @@ async def test_a_request_that_has_not_started_when_its_queue_time_ends(stream: b
         assert engine.find(submit.request_id) is None and not any(map(planned, read_steps(engine.log_path)))
 
 
-async def test_a_request_that_starts_in_the_last_microsecond_of_its_queue_time() -> None:
+async def test_when_the_last_microsecond_starts_it_it_is_served() -> None:
     async with overloaded() as (g, engine), patient_client(g, True) as task:
         await engine.next_submit()
         engine.clock.advance(TIER.max_queue_seconds * 1_000_000 - 1)

@@ -18,7 +18,7 @@ from gateway.cli.main import app
 from gateway.command import CommandError
 from gateway.demo.run import write_report
 from gateway.outputs import write_output
-from tests.other_user import NOBODY, as_nobody
+from tests.support.other_user import NOBODY, as_nobody
 
 REPORT = ["usage", "report", "--from", "2026-05-10", "--to", "2026-05-11", "--format", "csv"]
 

@@ -20,10 +20,10 @@ from tenants.database import Database, sqlite_url
 from tenants.leases import Leases
 from tenants.ledger import Ledger
 from tenants.snapshot import SnapshotHolder
-from tests.engine.poison import POISON_SEED
-from tests.engine.poisoned_engine import POISON_PROMPT
-from tests.gateway.harness import PEPPER, TEXT, served
 from tests.gateway.test_real_engine import MODEL, start_engine, tenant
+from tests.support.engine.poison import POISON_SEED
+from tests.support.engine.poisoned_engine import POISON_PROMPT
+from tests.support.gateway.harness import PEPPER, TEXT, served
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +59,7 @@ async def rig(directory: Path) -> AsyncIterator[Rig]:
     snapshot = await holder.reload()
     ledger = Ledger(database, directory / "journal")
     await ledger.start()
-    process = await start_engine(directory, module="tests.engine.poisoned_engine", **CONFIG)
+    process = await start_engine(directory, module="tests.support.engine.poisoned_engine", **CONFIG)
     client = EngineClient(directory / "s")
     client.configure_teams(snapshot.team_terms())
     hello = await client.connect()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gateway import process_memory
-from tests.gateway.harness import eventually
+from tests.support.gateway.harness import eventually
 
 pytestmark = pytest.mark.anyio
 

@@ -25,7 +25,7 @@ from tenants.leases import Leases
 from tenants.ledger import Ledger
 from tenants.pepper import Pepper
 from tenants.snapshot import SnapshotHolder
-from tests.gateway.harness import CHAT, PEPPER, WAIT, eventually, served
+from tests.support.gateway.harness import CHAT, PEPPER, WAIT, eventually, served
 
 pytestmark = pytest.mark.anyio
 

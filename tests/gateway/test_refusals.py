@@ -17,10 +17,10 @@ from gateway.refusals import WINDOW_SECONDS, RefusalLog, wire_refusals
 from gateway.settings.values import SettingsError, load
 from tenants import key_format
 from tenants.quotas import Limits
-from tests.gateway.admin_support import TOKEN
-from tests.gateway.admin_support import client_of as admin_client_of
-from tests.gateway.harness import CHAT, MODEL, FakeClock, Gateway, chat_body, gateway, served
-from tests.tenants.support import Store
+from tests.support.gateway.admin import TOKEN
+from tests.support.gateway.admin import client_of as admin_client_of
+from tests.support.gateway.harness import CHAT, MODEL, FakeClock, Gateway, chat_body, gateway, served
+from tests.support.tenants.stores import Store
 
 pytestmark = pytest.mark.anyio
 

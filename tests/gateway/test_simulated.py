@@ -12,9 +12,9 @@ from gateway.metrics.families import GatewayMetrics
 from gateway.reports.fairness import render_fairness
 from tenants import reports, tables
 from tenants.reports.periods import Period
-from tests.gateway.fake_engine import hello
-from tests.gateway.harness import CHAT, Gateway, gateway
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry
+from tests.support.gateway.fake_engine import hello
+from tests.support.gateway.harness import CHAT, Gateway, gateway
+from tests.support.tenants.stores import NOW_US, Store, closed_row, open_entry
 
 pytestmark = pytest.mark.anyio
 HEADER = "x-terazi-simulated"

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.config import from_profile
 from policies.cost import StepProfile, split_step
 
 PROFILE = StepProfile(
@@ -67,28 +66,3 @@ def test_chunking_a_prompt_changes_no_work(length: int, cuts: list[int]) -> None
     assert done == length
     assert total == PROFILE.prefill_work_us(0, length)
     assert PROFILE.prefill_work_us(length, 0) == 0
-
-
-def test_constants_from_the_profile() -> None:
-    config = from_profile(PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=256, context_len=8192)
-    decode = PROFILE.decode_work_us(512)
-    assert decode == 24_000 + 900 + 512
-    assert config.quanta() == tuple(2 * decode * 2**k for k in range(7))
-    assert config.quantum_cost_us == 2 * decode
-    assert config.decode_work_us == decode
-    assert config.chunk_work_us == PROFILE.prefill_work_us(0, 256)
-    # The largest chunk at the end of the largest context.
-    pairs = sum(range(8192 - 256 + 1, 8192 + 1))
-    assert config.step_cost_max_us == round(24_000 + 700 * 256 + 0.02 * pairs)
-
-
-def test_a_decode_may_be_the_largest_step() -> None:
-    slow_reader = StepProfile(10.0, 1.0, 0.0, 1.0, 100.0)
-    config = from_profile(slow_reader, levels=2, fairness_window_us=1, chunk_tokens=4, context_len=1000)
-    assert config.step_cost_max_us == 10 + 1 + 100 * 1000
-
-
-def test_a_context_smaller_than_a_chunk() -> None:
-    config = from_profile(PROFILE, levels=1, fairness_window_us=0, chunk_tokens=256, context_len=64)
-    assert config.chunk_work_us == PROFILE.prefill_work_us(0, 64)
-    assert config.quanta() == ()

@@ -1,7 +1,7 @@
 """The gap between teams at any number of slots, promotions, minimum runs and coasting included.
 
 Unit of fairness: the largest difference of two able teams' lag D after a step, in decode steps per unit of weight,
-against Theta + 2u (`policies.lag.lag_bound`).
+against Theta + 2u (`policies.bounds.lag_bound`).
 """
 
 import random
@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from policies.bounds import lag_bound
-from tests.policies.driver import UNIT, Driver, Job, config
+from tests.support.policies.driver import UNIT, Driver, Job, config
 
 STEPS = 400
 
@@ -28,7 +28,6 @@ def crowded(seed: int) -> tuple[Driver, Fraction]:
     settings = replace(
         config((2, 4, 8, 16), theta=theta, u=1, promotion_percent=source.choice([0, 20])),
         grant_us=4 * UNIT,
-        min_run_steps=3,
         coast=source.choice([False, True]),
         coast_completions_min=2,
     )
@@ -59,7 +58,7 @@ def crowded(seed: int) -> tuple[Driver, Fraction]:
 
     def upload() -> None:
         if source.randrange(20) == 0:
-            driver.policy.swapped_in(source.choice(list(driver.live)))
+            driver.upload(source.choice(list(driver.live)), 3)
 
     driver.between = upload
     bound = lag_bound(settings, weights.values())

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.catalog import make_policy
-from tests.policies.driver import UNIT, Driver, Job, config
-from tests.policies.scenarios import COASTS, PROMOTIONS, JobPlan, Promotion, Scenario, scenarios
+from tests.support.policies.driver import UNIT, Driver, Job, config
+from tests.support.policies.scenarios import COASTS, PROMOTIONS, JobPlan, Promotion, Scenario, scenarios
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 STEPS = 80
@@ -234,7 +234,7 @@ def test_same_schedule_in_another_process() -> None:
     """Neither the seed of string hashes nor addresses of objects may show."""
     script = (
         "from tests.policies.test_invariants import schedule_hash\n"
-        "from tests.policies.scenarios import JobPlan, Scenario\n"
+        "from tests.support.policies.scenarios import JobPlan, Scenario\n"
         "jobs = tuple(JobPlan(i % 4, i, i % 3, 5 + i, i % 3, None, i % 2 or None) for i in range(20))\n"
         "print(schedule_hash(Scenario((1, 2, 3, 1), 4, 4, 2, 2, jobs, 30, 1, 1)))\n"
     )

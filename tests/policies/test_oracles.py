@@ -4,14 +4,13 @@ The names O1, O2, ... are those of the scheduling page; a step is one unit unles
 """
 
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from tests.policies.driver import INFINITE, UNIT, Driver, Job, config
+from tests.support.policies.driver import INFINITE, UNIT, Driver, Job, config
 
 A, B, F, G, H = 0, 1, 5, 6, 7
 
@@ -27,13 +26,6 @@ def three_jobs(driver: Driver, skip_join: bool = True) -> dict[str, int | None]:
     for label, prefill, decodes in (("A", 4, 2), ("B", 1, 1), ("C", 1, 2)):
         driver.add(A, prefill, decodes, label=label, join_work=None if skip_join else 0)
     return driver.run().done()
-
-
-@pytest.mark.case("O1")
-def test_skip_join_runs_short_prompts_first() -> None:
-    driver = Driver(config(), {A: 1})
-    assert three_jobs(driver) == {"A": 11, "B": 3, "C": 5}
-    assert [labels[0] for _, labels in driver.trace] == ["B", "C", "B", "C", "C", "A", "A", "A"]
 
 
 @pytest.mark.case("O1")
@@ -65,16 +57,6 @@ def test_a_short_arrival_preempts() -> None:
     assert min(t for t, level in levels.items() if level == 2) == 8
 
 
-@pytest.mark.case("O2")
-def test_fcfs_does_not_preempt() -> None:
-    driver = Driver(config((2, 4, 8)), {A: 1}, policy="fcfs")
-    driver.add(A, 1, 9, label="X")
-    driver.at(3, lambda: driver.add(A, 1, 1, label="Y"))
-    done = driver.run().done()
-    assert done == {"X": 10, "Y": 12}
-    assert ((done["X"] or 0) - 0 + (done["Y"] or 0) - 3) / 2 == 9.5
-
-
 @pytest.mark.case("O3")
 @pytest.mark.parametrize(("policy", "expected"), [("eg-mlfq", {"X": 15, "Y": 16}), ("fcfs", {"X": 8, "Y": 16})])
 def test_equal_long_jobs_are_what_levels_are_bad_at(policy: str, expected: dict[str, int]) -> None:
@@ -104,42 +86,6 @@ def test_a_cobatched_prefill_demotes_nobody_else() -> None:
 
 
 # -- the gate between teams -------------------------------------------------------------------------------------------
-
-
-def flood(driver: Driver, jobs_of_a: int | None = None) -> Driver:
-    """Team A: one-step jobs at level 0, always a second one waiting (or a given number); team B: six steps at L2."""
-
-    def again(job: Job) -> None:
-        if job.team == A:
-            driver.add(A, 0, 1)
-
-    if jobs_of_a is None:
-        driver.on_done.append(again)
-    for _ in range(jobs_of_a or 2):
-        driver.add(A, 0, 1)
-    driver.add(B, 0, 6, level=2)
-    return driver
-
-
-@pytest.mark.case("O4")
-def test_the_gate_opens_for_theta_and_then_alternates() -> None:
-    driver = flood(Driver(config(theta=4), {A: 1, B: 1})).run(until=16)
-    assert driver.starts("B") == [5, 7, 9, 11, 13, 15]
-    assert driver.jobs[2].done == 16
-    assert driver.max_gap == 5
-
-
-@pytest.mark.case("O4")
-def test_theta_zero_is_strict_fair_share() -> None:
-    driver = flood(Driver(config(theta=0), {A: 1, B: 1})).run(until=12)
-    assert driver.starts("B") == [1, 3, 5, 7, 9, 11]
-    assert driver.jobs[2].done == 12
-
-
-@pytest.mark.case("O4")
-def test_theta_infinite_is_level_order() -> None:
-    driver = flood(Driver(config(theta=INFINITE), {A: 1, B: 1}), jobs_of_a=40).run()
-    assert driver.starts("B") == [40, 41, 42, 43, 44, 45]
 
 
 @pytest.mark.case("O5")
@@ -285,34 +231,6 @@ def test_a_burst_is_charged_as_it_is_picked(slots: int) -> None:
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.case("O16")
-@pytest.mark.parametrize("policy", ["eg-mlfq", "fcfs"])
-def test_a_refused_head_blocks_nobody(policy: str) -> None:
-    driver = Driver(config(), {A: 1, B: 1}, slots=4, policy=policy, has_room=lambda job: job.label != "big")
-    driver.add(A, 0, 1, label="big")
-    driver.add(A, 0, 3, label="small")
-    driver.add(B, 0, 3, label="other")
-    driver.run(until=3)
-    assert driver.starts("small") == [0, 1, 2]
-    assert driver.starts("other") == [0, 1, 2]
-    assert driver.starts("big") == []
-    driver.has_room = lambda job: True
-    driver.run()
-    assert driver.starts("big") == [3], "refusal is for one step: it runs once there is room"
-
-
-@pytest.mark.case("O17b")
-def test_a_team_that_cannot_run_does_not_open_the_gate() -> None:
-    driver = Driver(config((1000,)), {A: 1, B: 1, F: 1}, has_room=lambda job: job.team != F)
-    driver.add(F, 0, 900)
-    driver.add(B, 0, 2000)
-    driver.at(300, lambda: driver.add(A, 0, 900))
-    driver.run(until=1000)
-    starts = driver.starts("B")
-    assert starts[:300] == list(range(300))
-    assert max(b - a for a, b in pairwise(starts[299:])) <= 2
 
 
 @pytest.mark.case("O17b")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
-from tests.policies.driver import UNIT, Driver, Job, config
+from tests.support.policies.driver import UNIT, Driver, Job, config
 
 EXACT = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -85,17 +85,24 @@ def pauses_of(crowd: Crowd, until: int) -> list[Pause]:
     driver = crowd.driver
     since: dict[int, int] = {}  # the end of its last step, or its arrival
     promised: dict[int, Fraction] = {}
+    is_promoting = driver.policy._promotions.percent > 0
+    expected: dict[int, int] = {}  # who begins to starve in this step, and the number ahead
     found: list[Pause] = []
 
     def look() -> None:
+        place = {seq_id: driver.policy._sequences[seq_id].place for seq_id in driver.live}
         waiting = sorted(
-            driver.live, key=lambda seq_id: (since.setdefault(seq_id, driver.jobs[seq_id].arrived), seq_id)
+            driver.live, key=lambda seq_id: (since.setdefault(seq_id, driver.jobs[seq_id].arrived), place[seq_id])
         )
+        expected.clear()
         for seq_id in waiting:
             team = driver.live[seq_id].team
             if seq_id not in promised and driver.now - since[seq_id] >= crowd.alpha:
                 ahead = sum(driver.jobs[other].team == team for other in promised)
                 promised[seq_id] = crowd.bound(team, ahead)
+                sequence = driver.policy._sequences[seq_id]
+                if is_promoting and not sequence.grant_left:  # one with a grant is not queued again
+                    expected[seq_id] = ahead
 
     def over(seq_id: int, now: int) -> None:
         if seq_id in promised:
@@ -105,6 +112,7 @@ def pauses_of(crowd: Crowd, until: int) -> list[Pause]:
     while driver.now < until:
         start, before = driver.now, {seq_id: len(job.starts) for seq_id, job in driver.jobs.items()}
         driver.step()
+        assert {starving.seq_id: starving.num_ahead for starving in driver.starving} == expected
         for seq_id, job in driver.jobs.items():
             if len(job.starts) > before.get(seq_id, 0):
                 over(seq_id, start)

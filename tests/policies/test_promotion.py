@@ -10,7 +10,7 @@ import pytest
 from policies.bounds import pause_bound_us
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
-from tests.policies.driver import UNIT, Driver, config
+from tests.support.policies.driver import UNIT, Driver, config
 
 A, B, C = 0, 1, 2
 

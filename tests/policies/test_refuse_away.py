@@ -17,7 +17,6 @@ CONFIG = PolicyConfig(
     step_cost_max_us=1500,
     decode_work_us=1000,
     chunk_work_us=1000,
-    min_run_steps=2,
     promotion_percent=30,
 )
 
@@ -59,6 +58,7 @@ def test_both_ways_of_refusing_pick_the_same(name: str, seed: int) -> None:
     away: set[int] = set()
     live: list[int] = []
     started: set[int] = set()
+    min_runs: dict[int, int] = {}  # steps left
     now_us = spared = num_arrived = 0
     for _ in range(STEPS):
         while len(live) < 40:
@@ -72,7 +72,9 @@ def test_both_ways_of_refusing_pick_the_same(name: str, seed: int) -> None:
                 away.discard(seq_id)
                 for policy in policies:
                     policy.set_away(seq_id, False)
-                    policy.swapped_in(seq_id)
+                    policy.fits_again(seq_id)
+                    policy.protect(seq_id, 2)
+                min_runs[seq_id] = 2
             elif seq_id in started - away and rng.random() < 0.5:
                 away.add(seq_id)
                 for policy in policies:
@@ -84,6 +86,10 @@ def test_both_ways_of_refusing_pick_the_same(name: str, seed: int) -> None:
         assert one_by_one.team_service() == at_once.team_service()
         spared += num_first - num_second
         started.update(first)
+        for seq_id in [seq_id for seq_id in first if min_runs.get(seq_id)]:
+            min_runs[seq_id] -= 1
+            for policy in policies:
+                policy.protect(seq_id, min_runs[seq_id])
         now_us += 1000 * max(1, len(first))
         for seq_id in [seq_id for seq_id in live if rng.random() < 0.03]:
             live.remove(seq_id)

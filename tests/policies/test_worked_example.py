@@ -10,7 +10,7 @@ import pytest
 
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import BURST_US, LinkBudget
-from policies.bounds import gate_width, lag_bound, pause_bound_us, step_width
+from policies.bounds import exact_widths, lag_bound, pause_bound_us
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
 from policies.cost import split_step
@@ -20,7 +20,7 @@ from policies.levels import Levels
 from policies.promotion import Promotions
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.tiers import DEFAULT_TIERS
-from tests.policies.reference import water_fill
+from tests.support.policies.reference import water_fill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text("utf-8")
 TEXT = " ".join(PAGE.split())
@@ -151,9 +151,11 @@ TIERS = {tier.name: tier.terms(team_id) for team_id, tier in enumerate(DEFAULT_T
 
 def test_widths_of_the_page() -> None:
     assert [terms.weight for terms in TIERS.values()] == list(WEIGHTS)
-    theta, u = gate_width(CONFIG, WEIGHTS), step_width(CONFIG, WEIGHTS)
+    widths = exact_widths(CONFIG, WEIGHTS)
+    assert widths is not None
+    theta, u = Fraction(widths.theta, widths.scale), Fraction(widths.step, widths.scale)
     narrow, wide = lag_bound(CONFIG, WEIGHTS), lag_bound(CONFIG, WEIGHTS, is_short=True)
-    assert theta is not None and narrow is not None and wide is not None
+    assert narrow is not None and wide is not None
     assert f"Θ = 1,000 / 7 = {float(theta / MS):.1f} ms" in TEXT
     assert f"u = 250 / 1 = {shown(u / MS)} ms" in TEXT
     assert f"Θ + 2u = {float(narrow / MS):,.1f} ms, and 2Θ + 4u = {float(wide / MS):,.1f} ms" in TEXT

@@ -19,9 +19,9 @@ from policies.catalog import make_policy
 from policies.config import PolicyConfig
 from policies.cost import StepProfile
 from policies.sequences import SequenceTerms, Served, TeamTerms
-from tests.engine.support import Engine, submit
-from tests.policies.driver import Driver, config
 from tests.simulation.test_refuse_new import CONFIG, Pair, newcomers
+from tests.support.engine.simple_engine import Engine, submit
+from tests.support.policies.driver import Driver, config
 
 SLOTS = 16
 # A step lasts the same whatever is in it.
@@ -251,7 +251,7 @@ def test_both_ways_of_refusing_pick_the_same_while_teams_coast(
     assert [team.is_coasting for team in pair.at_once.team_service()][:3] == [True] * 3
 
 
-def test_a_refused_first_arrival_of_a_coasting_team_is_passed_over_in_this_step_only() -> None:
+def test_a_coasting_teams_refused_head_is_passed_over_once() -> None:
     policy = make_policy("eg-mlfq", PolicyConfig(coast_completions_min=1))
     policy.configure([TeamTerms(0)], 0)
     policy.arrive(SequenceTerms(0, 0, 8, 0, 0, 0, 0), 0)

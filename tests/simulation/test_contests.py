@@ -14,10 +14,10 @@ from policies.eg_mlfq import EgMlfq
 from policies.fcfs import Fcfs
 from policies.policy import Policy
 from policies.tiers import DEFAULT_TIERS
-from tests.engine.support import Engine, submit
 from tests.simulation.test_gaming import HONEST, PROFILE, Ask, Contest, Outcome, forever
 from tests.simulation.test_oracles import PROFILE as UNITS
 from tests.simulation.test_oracles import Job, Timeline, quanta
+from tests.support.engine.simple_engine import Engine, submit
 
 GOLD, BRONZE = 0, 1
 TIERS = {tier.name: tier for tier in DEFAULT_TIERS}
@@ -148,7 +148,7 @@ def test_one_request_is_not_behind_a_burst_of_a_hundred(slots: int) -> None:
 
 
 @pytest.mark.case("G60")
-def test_a_preempted_sequence_resumes_before_later_ones_of_its_level_and_computes_nothing_twice() -> None:
+def test_a_preempted_one_resumes_before_later_ones_of_its_level() -> None:
     jobs = [Job("first", 0, 1, 30, level=1), Job("short", 5, 1, 0, level=0)]
     jobs += [Job(f"later{i}", 6, 1, 30, level=1) for i in range(3)]
     line = Timeline(EgMlfq(quanta(2, 1000, 1000)), jobs)
@@ -159,7 +159,7 @@ def test_a_preempted_sequence_resumes_before_later_ones_of_its_level_and_compute
 
 @pytest.mark.case("C07")
 @pytest.mark.parametrize("theta", [0, 8])
-def test_lent_slots_come_back_at_the_next_step_and_nobody_is_ended_for_it(theta: int) -> None:
+def test_lent_slots_come_back_at_the_next_step(theta: int) -> None:
     jobs = [Job(f"A{i}", 0, 1, 40, team_id=0) for i in range(12)]
     jobs += [Job(f"B{i}", 20, 1, 40, team_id=1) for i in range(4)]
     config = PolicyConfig(levels=1, theta_us=theta * 1000, step_cost_max_us=1000)
@@ -174,7 +174,7 @@ def test_lent_slots_come_back_at_the_next_step_and_nobody_is_ended_for_it(theta:
 
 @pytest.mark.case("K15")
 @pytest.mark.parametrize("policy", [EgMlfq(quanta(10, 10_000)), EgMlfq(quanta(4, 1, 10_000))])
-def test_a_request_preempted_every_few_tokens_has_the_tokens_and_the_end_of_one_alone(policy: Policy) -> None:
+def test_when_preempted_often_the_tokens_are_those_of_one_alone(policy: Policy) -> None:
     def play(others: int, policy: Policy) -> tuple[list[int], Finished]:
         clock = VirtualClock()
         runner = SimRunner(UNITS, clock, end_token_id=7, end_one_in=60)
@@ -208,7 +208,7 @@ def test_one_team_alone_has_the_whole_device_whatever_its_tier() -> None:
 @pytest.mark.case("C09")
 @pytest.mark.parametrize("blocks", [520, 600])
 @pytest.mark.parametrize("loops", [1, 2, 4])
-def test_large_requests_get_their_share_of_a_short_pool_beside_a_flood_of_small_ones(blocks: int, loops: int) -> None:
+def test_beside_a_flood_of_small_ones_large_ones_get_their_share(blocks: int, loops: int) -> None:
     """A large prompt joins a low level: once refused, it was never tried again, and its team counted as unable."""
     large = [forever(Ask(4000, 200)) for _ in range(loops)]
     flood = [forever(Ask(200, 100)) for _ in range(200)]

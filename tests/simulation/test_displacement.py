@@ -16,7 +16,7 @@ from engine.wire.messages import Finished, StepDone, Submit
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from tests.engine.support import Engine, submit
+from tests.support.engine.simple_engine import Engine, submit
 
 UNITS = StepProfile(0.0, 100.0, 0.0, 10_000.0, 0.0)  # a token of output takes 10 ms, one of a prompt a hundredth of it
 BLOCK_SIZE = 4
@@ -51,7 +51,6 @@ def engine_with(
         fairness_window_us=window_us,
         chunk_tokens=8,
         context_len=1024,
-        min_run_steps=settings.get("swap_min_run_steps", 8),
     )
     engine = Engine(
         blocks=blocks,

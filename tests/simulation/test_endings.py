@@ -28,8 +28,8 @@ from engine.wire.messages import ConfigureTeams, Finished, ModelInfo
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from tests.engine.moments import MOMENTS, Cut, check_cuts, moment_of, num_steps, planned, read_steps
-from tests.engine.support import submit, team
+from tests.support.engine.moments import MOMENTS, Cut, check_cuts, moment_of, num_steps, planned, read_steps
+from tests.support.engine.simple_engine import submit, team
 
 PROFILE = StepProfile(
     fixed_us=300.0, prefill_token_us=40.0, prefill_attention_us=0.5, decode_row_us=90.0, decode_context_us=0.7

@@ -16,7 +16,7 @@ from engine.wire.messages import StepDone, Submit, TeamEntry
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from tests.engine.support import Engine, submit, team
+from tests.support.engine.simple_engine import Engine, submit, team
 
 PROFILE = StepProfile(
     fixed_us=4000.0, prefill_token_us=100.0, prefill_attention_us=0.02, decode_row_us=800.0, decode_context_us=0.5

@@ -20,7 +20,7 @@ from engine.wire.messages import StepDone
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from tests.engine.support import ArrivalOrder, Engine, submit, team
+from tests.support.engine.simple_engine import ArrivalOrder, Engine, submit, team
 
 PROFILE = StepProfile(
     fixed_us=300.0, prefill_token_us=40.0, prefill_attention_us=0.5, decode_row_us=90.0, decode_context_us=0.7

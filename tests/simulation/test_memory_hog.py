@@ -9,8 +9,8 @@ from engine.sim.runner import SimRunner
 from engine.wire.messages import SamplingParams, Submit
 from policies.catalog import make_policy
 from policies.config import from_profile
-from tests.engine.support import Engine, team
 from tests.simulation.test_gaming import PROFILE
+from tests.support.engine.simple_engine import Engine, team
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def test_a_newcomer_without_a_claim_moves_nobody() -> None:
     assert run.ended[0] >= 18 and run.replayed_tokens < 50_000, run
 
 
-def test_two_teams_that_both_fill_the_memory_do_not_drop_each_others_kv_in_turns() -> None:
+def test_two_teams_that_fill_the_memory_do_not_drop_in_turns() -> None:
     """The one with the least lag changes from step to step; who may lose KV is who holds more than its share of it."""
     run = _run("recompute", 480, 0, [(8, 400, 1200), (8, 400, 1200)], seconds=60)
     assert sum(run.ended) >= 12 and run.replayed_tokens < 120_000, run

@@ -1,7 +1,7 @@
 """Under memory pressure the promises hold: 300 seeds in every run of the tests, 5,000 more in `make test-slow`.
 
-`tests.simulation.pressure` says what the load is, `tests.simulation.pressure_checks` what is checked. The sweep runs
-once; each test reads from it what was violated. `python -m benchmarks.pressure` prints the figures.
+`tests.support.simulation.pressure` says what the load is, `tests.support.simulation.pressure_checks` what is checked.
+The sweep runs once; each test reads from it what was violated. `python -m benchmarks.pressure` prints the figures.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.simulation.pressure_checks import Outcome
-from tests.simulation.pressure_run import run
+from tests.support.simulation.pressure_checks import Outcome
+from tests.support.simulation.pressure_run import run
 
 FAST = range(300)
 SLOW = range(300, 5300)
@@ -69,7 +69,7 @@ def test_every_block_has_one_owner_and_every_sequence_one_status(seeds: range) -
 
 @pytest.mark.case("I2", "I12")
 @pytest.mark.parametrize("seeds", SWEEPS)
-def test_rows_read_what_was_written_and_tokens_are_those_of_a_run_with_room(seeds: range) -> None:
+def test_when_memory_is_short_tokens_are_those_with_room(seeds: range) -> None:
     check(seeds, "I2", "I12")
 
 
@@ -87,7 +87,7 @@ def test_what_fits_is_not_left_out_while_there_is_a_slot(seeds: range) -> None:
 
 @pytest.mark.case("I13")
 @pytest.mark.parametrize("seeds", SWEEPS)
-def test_the_link_is_used_within_its_budget_and_nobody_is_moved_out_at_once(seeds: range) -> None:
+def test_the_link_stays_within_its_budget(seeds: range) -> None:
     check(seeds, "I13")
 
 

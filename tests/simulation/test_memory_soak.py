@@ -12,7 +12,7 @@ import pytest
 
 from engine.wire.messages import ConfigureTeams, SamplingParams, Submit, TeamEntry
 from policies.eg_mlfq import EgMlfq
-from tests.simulation.pressure import Rig, Scenario
+from tests.support.simulation.pressure import Rig, Scenario
 
 LIVE = 40  # requests at once
 TEAMS = 5
@@ -34,9 +34,8 @@ KEPT = {
     "scheduler.policy._promotions._funded": TEAMS,
     "scheduler.policy._meter.teams[].coast._works": 256 * TEAMS,
     "scheduler.memory._mover.grew": TEAMS,
-    "scheduler.promises._longest_us": TEAMS,
-    "scheduler.promises._due": 2 * LIVE + 64,
-    "scheduler.promises._bounds": (LIVE + 1) * TEAMS,
+    "scheduler.pauses._longest_us": TEAMS,
+    "scheduler.pauses._bounds": (LIVE + 1) * TEAMS,
     "scheduler.memory.bills._counts": TEAMS * TEAMS,
     "scheduler.memory.bills.carried_us": TEAMS,
 }

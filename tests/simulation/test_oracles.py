@@ -18,7 +18,7 @@ from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
 from policies.fcfs import Fcfs
 from policies.policy import Policy
-from tests.engine.support import Engine, submit, team
+from tests.support.engine.simple_engine import Engine, submit, team
 
 UNIT_US = 1000
 PROFILE = StepProfile(
@@ -116,7 +116,7 @@ def test_join_order() -> None:
 
 
 @pytest.mark.case("O2")
-def test_a_short_one_preempts_and_the_long_one_falls_through_its_levels() -> None:
+def test_when_a_short_one_preempts_the_long_one_falls() -> None:
     jobs = [Job("X", 0, 1, 9), Job("Y", 3, 1, 1)]
     line = Timeline(EgMlfq(quanta(2, 4, 8)), jobs)
     assert line.starts("Y") == [3, 4] and line.done == {"X": 12, "Y": 5}
@@ -171,7 +171,7 @@ def test_a_hundred_requests_at_once_do_not_pass_the_other_teams_one() -> None:
     assert Timeline(Fcfs(PolicyConfig(levels=1)), jobs).starts("A") == [100]
 
 
-def test_one_slot_and_a_resident_sequence_behind_new_ones_makes_progress() -> None:
+def test_with_one_slot_a_resident_behind_new_ones_progresses() -> None:
     jobs = [Job("long", 0, 1, 20, team_id=0, level=2)]
     jobs += [Job(f"new{i}", 1 + 2 * i, 1, 0, team_id=0, level=0) for i in range(15)]
     line = Timeline(EgMlfq(replace(quanta(2, 4, 8), coast=False)), jobs)
@@ -190,7 +190,7 @@ def test_a_high_one_gets_a_slot_from_long_low_ones_at_the_next_step() -> None:
 
 
 @pytest.mark.case("K32")
-def test_a_displaced_sequence_is_resumed_within_a_bound_under_steady_arrivals() -> None:
+def test_under_steady_arrivals_a_displaced_one_resumes_in_a_bound() -> None:
     theta, jobs = 10, [Job("displaced", 0, 1, 60, team_id=0, level=2)]
     jobs += [Job(f"new{i}", i, 1, 0, team_id=1, level=0) for i in range(400)]
     config = PolicyConfig(levels=4, quanta_us=(2000, 4000, 8000), theta_us=theta * UNIT_US, step_cost_max_us=UNIT_US)

@@ -94,7 +94,7 @@ def test_both_ways_of_refusing_pick_the_same(
 
 
 @pytest.mark.parametrize("name", ["eg-mlfq", "fcfs"])
-def test_in_the_middle_of_a_step_it_spares_those_taken_and_those_that_ran_before(name: str) -> None:
+def test_in_mid_step_it_spares_those_taken_and_those_that_ran(name: str) -> None:
     policy = make_policy(name, CONFIG)
     policy.configure([TeamTerms(0), TeamTerms(1)], 0)
     for seq_id, (team, level) in enumerate([(0, 3), (1, 3), (0, 0), (1, 0), (0, 0)]):

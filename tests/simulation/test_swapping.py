@@ -23,7 +23,7 @@ from engine.wire.messages import Finished, StepDone
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
-from tests.engine.support import Engine, submit, team
+from tests.support.engine.simple_engine import Engine, submit, team
 
 PROFILE = StepProfile(
     fixed_us=300.0, prefill_token_us=40.0, prefill_attention_us=0.5, decode_row_us=90.0, decode_context_us=0.7
@@ -180,7 +180,6 @@ def build(scenario: Scenario) -> tuple[Engine, Checker]:
         fairness_window_us=5000,
         chunk_tokens=scenario.chunk,
         context_len=CONTEXT_LEN,
-        min_run_steps=scenario.min_run,
     )
     engine = Engine(
         blocks=scenario.device_blocks,

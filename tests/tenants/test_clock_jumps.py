@@ -17,9 +17,9 @@ from tenants.ledger import Ledger, LedgerSettings, recent_use
 from tenants.reports.periods import Period
 from tenants.reports.samples import HOUR_US
 from tenants.retention import AFTER_NEWEST_US, FIRST_RUN_US, Retention, moment_of_age
-from tests.tenants import histories
-from tests.tenants.histories import DAY_US
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry
+from tests.support.tenants import histories
+from tests.support.tenants.histories import DAY_US
+from tests.support.tenants.stores import NOW_US, Store, closed_row, open_entry
 from tests.tenants.test_retention import HOURS, SECONDS, START_US, moments, one_sample
 
 pytestmark = pytest.mark.anyio

@@ -1,33 +1,17 @@
-"""Connections: who may write when, and what SQLite was really told."""
+"""Connections: who may write when."""
 
 import asyncio
 import sqlite3
-import threading
-from pathlib import Path
 
 import pytest
 from sqlalchemy import func, insert, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from tenants import sqlite_driver, tables
+from tenants import tables
 from tenants.database import Database, make_engine
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
-
-
-async def _pragma(database: Database, name: str) -> object:
-    async with database.session() as connection:
-        return await connection.scalar(text(f"PRAGMA {name}"))
-
-
-@pytest.mark.case("D01")
-async def test_sqlite_has_what_we_asked_for(store: Store) -> None:
-    assert await _pragma(store.database, "journal_mode") == "wal"
-    assert await _pragma(store.database, "synchronous") == 2
-    assert await _pragma(store.database, "foreign_keys") == 1
-    assert await _pragma(store.database, "busy_timeout") == 10_000
-    assert await _pragma(store.database, "journal_size_limit") == 64 * 1024**2
 
 
 async def test_a_file_system_without_wal_is_said_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +118,3 @@ async def test_postgresql_is_reached_by_url_when_its_driver_is_there() -> None:
     else:
         assert not database.is_sqlite
         await database.dispose()
-
-
-def test_a_thread_whose_loop_is_gone_ends_quietly(tmp_path: Path) -> None:
-    """The thread's answer comes after the loop has closed; pytest turns what a thread raises into an error."""
-    gate = threading.Event()
-
-    async def leave_at_once() -> sqlite_driver.QuietConnection:
-        connection = await sqlite_driver.connect(tmp_path / "x.db")
-        connection._tx.put_nowait((asyncio.get_running_loop().create_future(), gate.wait))
-        connection.stop()
-        return connection
-
-    connection = asyncio.run(leave_at_once())
-    gate.set()
-    connection._thread.join(30)
-    assert not connection._thread.is_alive()
-    assert connection._connection is None

@@ -8,7 +8,7 @@ import pytest
 from tenants.errors import StoreUnavailable
 from tenants.journal import CLOSE_LINE_BYTES, Journal, _line, sync_and_close
 from tenants.rows import Progress
-from tests.tenants.support import closed_row, open_entry
+from tests.support.tenants.stores import closed_row, open_entry
 
 
 def journal(directory: Path, *, bytes_max: int = 10**6, segment_bytes: int = 10**6) -> Journal:
@@ -116,7 +116,7 @@ def test_a_long_request_does_not_pin_old_segments(tmp_path: Path) -> None:
     one.close()
 
 
-def test_a_segment_stays_until_its_rows_are_committed_and_its_opens_are_on_disk(tmp_path: Path) -> None:
+def test_a_segment_stays_until_its_rows_are_committed(tmp_path: Path) -> None:
     one = journal(tmp_path, segment_bytes=3_000)
     entries = [open_entry(f"r{i}") for i in range(10)]
     for entry in entries:

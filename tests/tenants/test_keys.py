@@ -1,90 +1,12 @@
-"""API keys: their text, their hash, their pepper, their rows."""
+"""API keys in the store: revoked for good, of a living team, and never readable again."""
 
-import base64
 import json
-import os
-import re
-import stat
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tenants import audit, key_format, keys, tables
 from tenants.errors import Conflict, Invalid, NotFound
-from tenants.pepper import PEPPER_ENV, Pepper, load_pepper
-from tests.tenants.support import NOW_US, Store
-
-
-def test_a_key_reads_back_and_matches_the_published_pattern() -> None:
-    key = key_format.new_key()
-    text = key_format.render(key)
-    assert re.fullmatch(key_format.KEY_PATTERN, text)
-    assert len(text) == key_format.KEY_LEN
-    assert key_format.parse(text) == key
-    assert key.secret not in repr(key)
-
-
-def test_two_keys_differ_in_both_parts() -> None:
-    drawn = [key_format.new_key() for _ in range(200)]
-    assert len({key.public_id for key in drawn}) == len({key.secret for key in drawn}) == 200
-
-
-@pytest.mark.case("S02")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "undefined",
-        "' OR 1=1 --",
-        "trz-aaaaaaaaaaaa-" + "a" * 48 + "'",
-        "trz-aaaaaaaaaaa%-" + "a" * 49,
-        "trz-aaaaaaaaaaaa-" + "é" * 49,
-        "trz-aaaaaaaaaaaa-" + "٣" * 49,
-        "sk-" + "a" * 63,
-        "a" * 1_000_000,
-    ],
-)
-def test_what_is_not_a_key_is_refused_by_its_form(text: str) -> None:
-    assert key_format.parse(text) is None
-
-
-@given(st.integers(0, key_format.KEY_LEN - 1), st.sampled_from(key_format.ALPHABET))
-def test_any_one_changed_character_fails_the_checksum(at: int, other: str) -> None:
-    text = key_format.render(key_format.ParsedKey("Ab3dEf6hIj9l", "s" * 43))
-    if text[at] != other:
-        assert key_format.parse(text[:at] + other + text[at + 1 :]) is None
-
-
-@pytest.mark.case("S10")
-def test_the_stored_hash_depends_on_the_pepper_and_is_no_key() -> None:
-    one = key_format.hash_secret(b"p" * 32, "s" * 43)
-    assert one != key_format.hash_secret(b"q" * 32, "s" * 43)
-    assert len(one) == 32
-    assert key_format.parse(one.hex()) is None
-
-
-def test_the_pepper_is_made_once_with_mode_0600(tmp_path: Path) -> None:
-    first = load_pepper(tmp_path, {})
-    assert stat.S_IMODE((tmp_path / "pepper").stat().st_mode) == 0o600
-    assert load_pepper(tmp_path, {}) == first
-    assert os.listdir(tmp_path) == ["pepper"]  # no draft is left
-    assert base64.b64encode(first.secret).decode() not in repr(first)
-
-
-def test_a_pepper_of_the_environment_wins_and_makes_no_file(tmp_path: Path) -> None:
-    text = base64.b64encode(b"e" * 32).decode()
-    assert load_pepper(tmp_path, {PEPPER_ENV: text}) == Pepper.of(b"e" * 32)
-    assert not (tmp_path / "pepper").exists()
-
-
-@pytest.mark.parametrize("text", ["", "short", base64.b64encode(b"x" * 31).decode(), "é" * 50])
-def test_a_damaged_pepper_stops_the_start_and_is_not_replaced(tmp_path: Path, text: str) -> None:
-    (tmp_path / "pepper").write_text(text)
-    with pytest.raises(Invalid, match="damaged"):
-        load_pepper(tmp_path, {})
-    assert (tmp_path / "pepper").read_text() == text
+from tests.support.tenants.stores import NOW_US, Store
 
 
 @pytest.mark.anyio

@@ -7,7 +7,7 @@ import pytest
 
 from tenants.errors import LimitExceeded
 from tenants.leases import WINDOW_SECONDS, Leases, RollingWindow
-from tests.tenants.support import Clock, identity
+from tests.support.tenants.stores import Clock, identity
 
 
 def admit(leases: Leases, who: object, tokens: int = 0) -> bool:
@@ -316,7 +316,7 @@ def test_a_restart_is_not_a_fresh_minute() -> None:
     assert leases.totals(1).is_balanced
 
 
-def test_a_limit_set_while_requests_run_counts_what_was_admitted_before() -> None:
+def test_a_limit_set_late_counts_what_was_admitted_before() -> None:
     leases = Leases(Clock())
     for _ in range(5):
         admit(leases, identity())

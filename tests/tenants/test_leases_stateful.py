@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tenants.errors import LimitExceeded
 from tenants.leases import Leases, Reservation
-from tests.tenants.support import Clock, identity
+from tests.support.tenants.stores import Clock, identity
 
 TEAMS = {
     1: identity(1, requests_per_minute=5, tokens_per_minute=100, concurrent=3),

@@ -19,7 +19,7 @@ from tenants.clock import from_epoch_us
 from tenants.errors import LimitExceeded, StoreUnavailable
 from tenants.leases import Leases
 from tenants.ledger import Ledger, LedgerSettings, Progress, ServiceSampleRow, recent_use
-from tests.tenants.support import NOW_US, Clock, Store, closed_row, open_entry, request_ids
+from tests.support.tenants.stores import NOW_US, Clock, Store, closed_row, open_entry, request_ids
 
 pytestmark = pytest.mark.anyio
 QUICK = LedgerSettings(retry_seconds_first=0.001, retry_seconds_max=0.002, journal_fsync_interval_seconds=0.001)
@@ -169,7 +169,7 @@ import asyncio, sys
 from pathlib import Path
 from tenants.database import Database
 from tenants.ledger import Ledger, LedgerSettings, Progress
-from tests.tenants.support import closed_row, open_entry
+from tests.support.tenants.stores import closed_row, open_entry
 
 async def main(url, directory):
     ledger = Ledger(Database.open(url), Path(directory), LedgerSettings())
@@ -192,7 +192,7 @@ asyncio.run(main(*sys.argv[1:3]))
 
 @pytest.mark.case("G18")
 @pytest.mark.parametrize("state", ["flushed", "unflushed"])
-async def test_after_kill_9_every_journalled_row_is_there_and_the_open_ones_are_lost(store: Store, state: str) -> None:
+async def test_after_kill_9_journalled_rows_are_there_and_open_ones_lost(store: Store, state: str) -> None:
     directory = store.directory / "journal"
     blocker = sqlite3.connect(store.path, isolation_level=None)
     if state == "unflushed":
@@ -226,7 +226,7 @@ async def test_after_kill_9_every_journalled_row_is_there_and_the_open_ones_are_
 
 
 @pytest.mark.case("D02", "G45")
-async def test_a_full_database_stops_nobody_until_the_journal_is_full_and_then_recovers(
+async def test_a_full_database_stops_nobody_until_the_journal_is_full(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = FullDisk(store)
@@ -329,7 +329,7 @@ async def test_deny_refuses_new_requests_as_soon_as_the_database_fails(store: St
     assert [row["request_id"] for row in await store.ledger_rows()] == ["a", "c"]
 
 
-async def test_a_stop_while_the_database_fails_leaves_the_rows_for_the_next_start(store: Store) -> None:
+async def test_when_the_database_fails_a_stop_leaves_rows_for_the_next(store: Store) -> None:
     outage = Outage(store)
     async with running(store) as ledger:
         outage.begin()
@@ -355,7 +355,7 @@ async def test_a_stop_does_not_sit_out_the_back_off(store: Store) -> None:
     assert [row["request_id"] for row in await store.ledger_rows()] == ["a"]
 
 
-async def test_a_row_the_database_can_never_take_does_not_hold_up_the_others(store: Store) -> None:
+async def test_a_row_the_database_cannot_take_holds_up_no_other(store: Store) -> None:
     async with running(store) as ledger:
         book(ledger, "before")
         book(ledger, "poison", cached_tokens=11, prompt_tokens=10)  # against a constraint

@@ -17,7 +17,7 @@ from policies.tiers import DEFAULT_TIERS
 from tenants import migrate, tables, tiers
 from tenants.database import sqlite_url
 from tenants.errors import Invalid, MigrationFailed, SchemaTooNew, StoreUnavailable
-from tests.tenants.support import Store, upgrade_to
+from tests.support.tenants.stores import Store, upgrade_to
 
 pytestmark = pytest.mark.anyio
 

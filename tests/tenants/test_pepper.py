@@ -1,5 +1,6 @@
 """Who may read the pepper: it is made private, or the start stops."""
 
+import base64
 import os
 import stat
 import tempfile
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tenants.errors import Invalid
-from tenants.pepper import load_pepper
-from tests.other_user import NOBODY, as_nobody
+from tenants.pepper import PEPPER_ENV, Pepper, load_pepper
+from tests.support.other_user import NOBODY, as_nobody
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -92,3 +93,25 @@ def test_a_pepper_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pepper")
     with pytest.raises(Invalid, match="not a regular file"):
         load_pepper(tmp_path, {})
+
+
+def test_the_pepper_is_made_once_with_mode_0600(tmp_path: Path) -> None:
+    first = load_pepper(tmp_path, {})
+    assert stat.S_IMODE((tmp_path / "pepper").stat().st_mode) == 0o600
+    assert load_pepper(tmp_path, {}) == first
+    assert os.listdir(tmp_path) == ["pepper"]  # no draft is left
+    assert base64.b64encode(first.secret).decode() not in repr(first)
+
+
+def test_a_pepper_of_the_environment_wins_and_makes_no_file(tmp_path: Path) -> None:
+    text = base64.b64encode(b"e" * 32).decode()
+    assert load_pepper(tmp_path, {PEPPER_ENV: text}) == Pepper.of(b"e" * 32)
+    assert not (tmp_path / "pepper").exists()
+
+
+@pytest.mark.parametrize("text", ["", "short", base64.b64encode(b"x" * 31).decode(), "é" * 50])
+def test_a_damaged_pepper_stops_the_start_and_is_not_replaced(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pepper").write_text(text)
+    with pytest.raises(Invalid, match="damaged"):
+        load_pepper(tmp_path, {})
+    assert (tmp_path / "pepper").read_text() == text

@@ -1,7 +1,7 @@
 """The store on a real PostgreSQL: the same schema, the same rows, the same reports as on SQLite."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,11 @@ from tenants.reports.periods import Period
 from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import LedgerRow, SampleRow
-from tests.tenants import histories
-from tests.tenants.postgres import PostgresServer, running_server
-from tests.tenants.support import NOW_US, Store, closed_row, open_entry, upgrade_to
+from tests.support.tenants import histories
+from tests.support.tenants.postgres import PostgresServer
+from tests.support.tenants.stores import NOW_US, Store, closed_row, open_entry, upgrade_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture
@@ -148,9 +142,7 @@ async def test_all_queries_of_a_session_see_the_same_state(database: Database, s
             assert len(await teams.list_teams(reading)) == 1
 
 
-async def test_the_ledger_books_each_request_once_and_sets_aside_what_it_can_never_take(
-    database: Database, tmp_path: Path
-) -> None:
+async def test_the_ledger_books_once_and_sets_aside_the_impossible(database: Database, tmp_path: Path) -> None:
     ledger = Ledger(database, tmp_path / "journal", now_us=lambda: NOW_US)
     await ledger.start()
     for name, changes in (("a", {}), ("poison", {"cached_tokens": 11}), ("b", {"output_tokens": 9})):

@@ -5,19 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import Table, event, func, select, text
 
 from tenants import reports, retention, tables
 from tenants.ledger import Ledger, LedgerSettings
 from tenants.reports.periods import Period
-from tenants.reports.samples import HOUR_US, Reach, Span, split
+from tenants.reports.samples import HOUR_US
 from tenants.retention import Retention
 from tenants.rows import InterferenceRow, SampleRow, ServiceSampleRow, StepSampleRow
-from tests.tenants import histories
-from tests.tenants.histories import SECOND_US, TEAMS, settle_retention
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants import histories
+from tests.support.tenants.histories import SECOND_US, TEAMS, settle_retention
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 START_US = NOW_US // HOUR_US * HOUR_US
@@ -64,9 +62,7 @@ def approx(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whole_hours_read_the_same_from_seconds_from_sums_and_when_the_seconds_are_gone(
-    store: Store, seed: int
-) -> None:
+async def test_whole_hours_read_the_same_from_seconds_and_from_sums(store: Store, seed: int) -> None:
     await sampled(store, seed, hours=6)
     periods = [(START_US + a * HOUR_US, START_US + b * HOUR_US) for a, b in ((0, 6), (1, 2), (2, 5), (0, 1), (5, 6))]
     from_seconds = [await fairness(store, *period) for period in periods]
@@ -82,7 +78,7 @@ async def test_whole_hours_read_the_same_from_seconds_from_sums_and_when_the_sec
     assert [await fairness(store, *period) for period in periods] == approx(from_seconds)
 
 
-async def test_a_period_that_cuts_hours_is_exact_while_their_seconds_are_kept(store: Store) -> None:
+async def test_when_seconds_are_kept_a_period_may_cut_hours(store: Store) -> None:
     await sampled(store, 7, hours=5)
     rng = random.Random(7)
     periods = []
@@ -95,7 +91,7 @@ async def test_a_period_that_cuts_hours_is_exact_while_their_seconds_are_kept(st
     assert [await fairness(store, *period) for period in periods] == approx(before)
 
 
-async def test_without_its_seconds_an_hour_counts_where_it_starts_and_nowhere_else(store: Store) -> None:
+async def test_without_its_seconds_an_hour_counts_where_it_starts(store: Store) -> None:
     await sampled(store, 8, hours=4)
     now_us = START_US + 5 * HOUR_US
     whole = await fairness(store, START_US, START_US + 4 * HOUR_US)
@@ -108,36 +104,6 @@ async def test_without_its_seconds_an_hour_counts_where_it_starts_and_nowhere_el
         sums = [sum(line[name] for line in report["data"]) for report in (early, late, whole)]
         assert sums[0] + sums[1] == pytest.approx(sums[2])
     assert early["totals"]["bytes_out"] + late["totals"]["bytes_out"] == whole["totals"]["bytes_out"]
-
-
-@given(st.data())
-def test_a_period_is_split_into_parts_that_are_all_of_it(data: st.DataObject) -> None:
-    """In minutes: every minute is read once, from hours or seconds; only where no seconds are, by whole hours."""
-    minute, hour = HOUR_US // 60, 60
-    hours_to = data.draw(st.integers(0, 6)) * hour
-    seconds_from = data.draw(st.integers(0, hours_to // hour)) * hour
-    start = data.draw(st.integers(0, 8 * hour))
-    end = data.draw(st.integers(start + 1, 8 * hour + 1))
-    found = split(Period(start * minute, end * minute), hours_to * minute, seconds_from * minute)
-    read = [at for span in found.seconds for at in range(span.from_us // minute, span.to_us // minute)]
-    assert all(at >= seconds_from for at in read)
-    if found.hours is not None:
-        assert found.hours.from_us % HOUR_US == found.hours.to_us % HOUR_US == 0
-        assert found.hours.from_us < found.hours.to_us <= hours_to * minute
-        read += range(found.hours.from_us // minute, found.hours.to_us // minute)
-    whole_hours = [
-        at for at in range(hours_to) if at < seconds_from and start <= at // hour * hour < end
-    ]  # the minutes of hours that start in the period
-    assert sorted(read) == sorted([*whole_hours, *(at for at in range(start, end) if at >= seconds_from)])
-
-
-def test_a_split_of_a_known_case() -> None:
-    h = HOUR_US
-    assert split(Period(h // 2, 5 * h + 9), 4 * h, 0) == Reach(
-        Span(h, 4 * h), (Span(h // 2, h), Span(4 * h, 5 * h + 9)), 0
-    )
-    assert split(Period(h // 2, h // 2 + 9), 4 * h, 0) == Reach(None, (Span(h // 2, h // 2 + 9),), 0)
-    assert split(Period(h // 2, 3 * h // 2), 4 * h, 4 * h) == Reach(Span(h, 2 * h), (), 4 * h)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -198,7 +164,7 @@ async def test_under_steady_writes_the_file_stops_growing(store: Store) -> None:
     assert len(await moments(store, tables.service_hours)) == 24
 
 
-async def test_each_piece_of_work_is_small_and_the_hour_it_is_in_is_left_alone(
+async def test_each_piece_of_work_is_small_and_spares_the_present_hour(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "DELETED_ROWS_MAX", 10)
@@ -305,7 +271,7 @@ async def test_a_clock_that_steps_back_loses_nothing(store: Store) -> None:
 
 
 @pytest.mark.case("B12")
-async def test_samples_of_hours_whose_seconds_are_gone_are_counted_as_dropped(store: Store) -> None:
+async def test_when_an_hours_seconds_are_gone_its_samples_are_dropped(store: Store) -> None:
     team_id = await store.team("search")
     for at_us in (START_US + 5, START_US + 50 * HOUR_US):
         await histories.book_samples(store, one_sample(at_us, team_id, 100))

@@ -11,7 +11,7 @@ from tenants.errors import InvalidKey, KeyExpired, KeyRevoked, StoreUnavailable,
 from tenants.pepper import Pepper
 from tenants.quotas import Limits
 from tenants.snapshot import Snapshot, SnapshotHolder
-from tests.tenants.support import NOW_US, Store
+from tests.support.tenants.stores import NOW_US, Store
 
 pytestmark = pytest.mark.anyio
 NOW = from_epoch_us(NOW_US)
@@ -28,9 +28,7 @@ async def test_a_key_stands_for_its_team_on_its_terms(store: Store) -> None:
 
 
 @pytest.mark.case("S11")
-async def test_unknown_and_wrong_keys_are_told_the_same_after_one_comparison_each(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_and_wrong_keys_are_told_the_same(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await store.team("search")
     public_id, _ = await store.key("search")
     snapshot = await store.holder.reload()
@@ -73,7 +71,7 @@ async def test_keys_that_share_a_long_beginning_are_told_apart(store: Store) -> 
 
 
 @pytest.mark.case("G51", "B17")
-async def test_a_revoked_key_is_refused_by_the_next_call_and_named_only_to_its_owner(store: Store) -> None:
+async def test_a_revoked_key_is_refused_and_named_only_to_its_owner(store: Store) -> None:
     await store.team("search")
     public_id, text = await store.key("search")
     _, other = await store.key("search")
@@ -87,21 +85,6 @@ async def test_a_revoked_key_is_refused_by_the_next_call_and_named_only_to_its_o
     with pytest.raises(InvalidKey):
         store.holder.current.identify(forged, NOW)
     assert store.holder.current.identify(other, NOW).team == running.team == "search"
-
-
-@pytest.mark.case("G51")
-async def test_another_process_notices_a_revoke_by_one_small_query(store: Store) -> None:
-    await store.team("search")
-    public_id, text = await store.key("search")
-    other = SnapshotHolder(store.database, store.pepper)
-    await other.reload()
-    assert await other.refresh() is False
-    async with store.database.begin_immediate() as connection:
-        await keys.revoke_key(connection, public_id, at_us=NOW_US, actor="test")
-    other.current.identify(text, NOW)
-    assert await other.refresh() is True
-    with pytest.raises(KeyRevoked):
-        other.current.identify(text, NOW)
 
 
 @pytest.mark.case("B17", "B12")
@@ -173,9 +156,7 @@ async def test_with_the_database_gone_good_keys_stay_good_and_bad_ones_bad(store
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             await store.holder.reload()
-    with pytest.raises(StoreUnavailable):
-        await store.holder.refresh()
-    assert store.holder.num_failed_reloads == 3
+    assert store.holder.num_failed_reloads == 2
     assert store.holder.current.identify(text, NOW).team == "search"
     with pytest.raises(InvalidKey):
         store.holder.current.identify(key_format.render(key_format.new_key()), NOW)

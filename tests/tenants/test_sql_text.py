@@ -30,7 +30,7 @@ def built_sql(source: str) -> list[str]:
 
 
 @pytest.mark.case("S02", "S03")
-def test_no_sql_is_put_together_from_text_and_nothing_matches_by_pattern() -> None:
+def test_no_sql_is_put_together_from_text() -> None:
     assert len(SOURCES) > 20
     for path in SOURCES:
         source = path.read_text()

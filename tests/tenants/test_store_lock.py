@@ -3,7 +3,7 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -13,18 +13,12 @@ from tenants import store_lock
 from tenants.database import sqlite_url
 from tenants.errors import StoreInUse, StoreUnavailable
 from tenants.store_lock import GATEWAY, StoreLock, hold_store, lock_path
-from tests.tenants.postgres import PostgresServer, running_server
+from tests.support.tenants.postgres import PostgresServer
 from tests.tenants.test_ledger import until
 
 pytestmark = pytest.mark.anyio
 FIRST = f"{GATEWAY}http://127.0.0.1:8080 (process 7 on gpu1)"
 SECOND = f"{GATEWAY}http://127.0.0.1:9090 (process 8 on gpu2)"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

@@ -15,8 +15,8 @@ from tenants import migrate, tables
 from tenants.database import sqlite_url
 from tenants.ledger import Ledger
 from tenants.rows import LedgerRow, ServiceSampleRow
-from tests.tenants import histories
-from tests.tenants.support import NOW_US, Store, upgrade_to
+from tests.support.tenants import histories
+from tests.support.tenants.stores import NOW_US, Store, upgrade_to
 
 pytestmark = pytest.mark.anyio
 

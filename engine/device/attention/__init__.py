@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: one small interface, one file per backend.
 
-A backend promises that a row's output depends only on its own sequence: not on the other rows of the step, not on how
-its prompt was cut into chunks, not on how far padding reaches.
+A backend promises that a row's output depends on the row's own sequence alone. It depends neither on the other rows of
+the step, nor on how the prompt was cut into chunks, nor on the length of the padding.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's queries in a step: positions [start, start + count), and the blocks that hold its KV."""
+    """One sequence's queries in a step: the positions [start, start + count), and the blocks that hold its KV."""
 
     start: int
     count: int
@@ -21,20 +21,20 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The first position after the span; KV of [0, end) is read."""
+        """The first position after the span. Its queries read the KV of positions [0, end)."""
         return self.start + self.count
 
 
 class AttentionBackend(Protocol):
-    """`plan` once per step, `attend` once per layer."""
+    """What the model asks of attention. It calls `plan` once for each step, then `attend` once for each layer."""
 
     name: str
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span]) -> Any:
-        """Indices and masks of a step: decode spans of one token each, then prompt chunks. Opaque to the caller."""
+        """Indices and masks for a step of decode spans (one token each) and prompt chunks. Only `attend` reads them."""
 
     def attend(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Outputs [rows, heads, head_dim] for `queries` of the same shape, packed decode rows first.
+        """Outputs [rows, heads, head_dim] for `queries` of the same shape, packed with the decode rows first.
 
-        The step's own keys and values are in the cache already.
+        The caller has already written the step's own keys and values to the cache.
         """

@@ -1,12 +1,14 @@
 """Attention by gathering blocks into one run and calling torch's scaled_dot_product_attention. Runs on any device.
 
-How rows stay independent (checked by `padding_granularity` at load and by the tests):
-- Query heads that share a KV head are folded into the query dimension, so GQA needs no repeated keys.
-- Decode rows run in a few batches of similar length; each sees its own context, the rest is masked. The KV length is
-  padded to a multiple for which the kernel's sums were found not to change when the padding grows. If there is none
-  (float32 with several threads: MKL's kernel depends on the alignment of each thread's buffer), each row runs alone,
-  padded by its own length only.
-- Prompt rows run in query tiles at *absolute* positions [k*T, (k+1)*T), with keys [0, (k+1)*T). The shape of the call
+Query heads that share a KV head are folded into the query dimension, so grouped-query attention needs no repeated keys.
+
+How rows stay independent of each other (`padding_granularity` checks decode rows at load; tests check both kinds):
+
+* Decode rows run in a few batches of similar length. Each row sees its own context; the rest of the batch's KV length
+  is masked. That length is padded to a multiple for which the kernel's sums were found not to change when the padding
+  grows. If there is no such multiple, each row runs alone, padded by its own length only. An example is float32 with
+  several threads, where MKL's kernel depends on the alignment of each thread's buffer.
+* Prompt rows run in query tiles at *absolute* positions [k*T, (k+1)*T), with keys [0, (k+1)*T). The shape of the call
   is a function of the tile alone, so it does not matter where chunks begin or end.
 """
 
@@ -24,7 +26,7 @@ from engine.models.config import ModelConfig
 
 QUERY_TILE = 64
 GRANULARITIES = (16, 32, 64, 128, 256, 512)
-CALL_TOKENS = 128  # what one more call costs, in tokens of KV read for one row
+CALL_TOKENS = 128  # one more call costs as much as reading the KV of this many tokens for one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +53,19 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """What one step needs at each layer."""
+    """The calls of one step, the same at each layer."""
 
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
 
 
 class GatherSdpa:
-    """The backend that always works."""
+    """The attention backend for every device and type, without compiled kernels of our own."""
 
     name = "gather-sdpa"
 
     def __init__(self, config: ModelConfig, cache: KVCache, granularity: int | None = None) -> None:
-        """`granularity`: multiple to pad decode KV lengths to; 0 runs each row alone; None probes."""
+        """`granularity`: the multiple that decode KV lengths are padded to. 0: each row runs alone. None: probe."""
         self.cache = cache
         self.kv_heads = config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
@@ -74,7 +76,7 @@ class GatherSdpa:
             granularity = padding_granularity(config, self.dtype, self.device)
         self.is_batched = granularity > 0
         self.granularity = math.lcm(granularity or 64, cache.block_size)
-        # The causal mask of a tile is the right end of this one: columns left of the tile are all visible.
+        # Each tile's causal mask is the right end of this mask: keys left of the tile are all visible.
         longest = -(-config.context_len // self.tile) * self.tile
         mask = torch.zeros((self.tile, 1, longest), dtype=self.dtype, device=self.device)
         future = torch.ones((self.tile, self.tile), dtype=torch.bool, device=self.device).triu(1)
@@ -190,15 +192,17 @@ class GatherSdpa:
 
 
 def length_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows (by index, in order) that should share a call, each padded to the longest of its group.
+    """Which rows (by index, in order) should share a call. All rows of a group are padded to its longest row.
 
-    The least total of padded tokens plus `CALL_TOKENS` for each call, over groups that are neighbours in length.
+    A group holds rows of neighbouring lengths. The result is the partition of least cost, where a group costs
+    `CALL_TOKENS` plus its rows times its longest length. With lengths [64, 64, 1024] the two short rows share a call:
+    (128 + 2 * 64) + (128 + 1024) = 1,408 tokens, against 128 + 3 * 1024 = 3,200 for one call.
     """
     by_length: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         by_length.setdefault(length, []).append(row)
     distinct = sorted(by_length)
-    costs, starts = [0], [0]  # of the first n distinct lengths; where their last group starts
+    costs, starts = [0], [0]  # at n: the least cost of the n shortest lengths, and where their last group starts
     for n in range(1, len(distinct) + 1):
         num_rows, best, best_start = 0, math.inf, 0
         for start in range(n - 1, -1, -1):
@@ -217,10 +221,11 @@ def length_groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def padding_granularity(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """The least multiple such that masked padding up to a larger multiple never changes a decode row's bits; 0: none.
+    """The least granularity at which more masked padding never changes a decode row's bits; 0 if there is none.
 
-    Also checks that a row's bits do not depend on the rows beside it. The probe's numbers cancel (see
-    `row_classes.cancelling`), in the layout the cache has, so that any other order of additions shows.
+    A granularity is a multiple that KV lengths are padded to. The probe also checks that a row's bits do not depend on
+    the rows beside it. Its numbers cancel (see `row_classes.cancelling`) and lie as they do in the cache, so any
+    other order of additions shows in the result.
     """
     probes = [_PaddingProbe(config, context, dtype, device) for context in (1, 7, 17, 40, 100, 200, 500)]
     for granularity in GRANULARITIES:
@@ -240,7 +245,7 @@ class _PaddingProbe:
         rows = self.LONGEST
         queries, keys = cancelling(dim, kv_heads * rows, kv_heads * self.group)
         _, values = cancelling(context, kv_heads * dim, 1)
-        # Scores are zero but for rounding error of about 0.01; values sum to zero but for what the scores leave.
+        # Scores are zero apart from a rounding error of about 0.01. Values sum to zero apart from what that error adds.
         self.queries = (300 * queries).to(device, dtype).view(1, kv_heads, self.group, dim)
         self.keys = (300 * keys).to(device, dtype).view(1, rows, kv_heads, dim)
         self.values = torch.zeros((1, rows, kv_heads, dim), dtype=dtype, device=device)
@@ -248,7 +253,7 @@ class _PaddingProbe:
         self.keys[:, context:] = 0
 
     def holds(self, granularity: int) -> bool:
-        """Whether every tried padded length gives the bits of the shortest, in a batch of one and of five."""
+        """Whether every padded length tried gives the bits of the shortest, in a batch of one row and of five rows."""
         shortest = -(-self.context // granularity) * granularity
         lengths = [shortest + extra * granularity for extra in (0, 1, 2, 3)] + [self.LONGEST]
         reference = self._attend(1, shortest)

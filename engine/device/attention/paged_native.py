@@ -2,7 +2,7 @@
 
 The kernels (`engine/device/native/kernels.c`) walk each row's own context in key tiles at absolute positions, so rows
 are independent by construction. They never read a slot past a sequence's end, so blocks need not be cleared for a new
-owner. Rotary positions and the KV write are done in the same pass (`attend_fused`).
+owner. One call does rotary positions, KV write and attention of a layer (`attend_fused`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig
 
 
 class PagedNative:
-    """The backend for CPUs with a C compiler."""
+    """The attention backend for CPUs, where a C compiler is installed."""
 
     name = "paged-native"
 
@@ -40,9 +40,9 @@ class PagedNative:
         return out
 
     def attend_fused(self, layer: int, qkv: torch.Tensor, plan: StepArguments) -> torch.Tensor:
-        """Outputs [rows, heads * head_dim] for a layer's [rows, (heads + 2 kv_heads) * head_dim], not yet rotated.
+        """Outputs [rows, heads * head_dim] of one layer. `qkv` is [rows, (heads + 2 kv_heads) * head_dim], not rotated.
 
-        Writes the step's keys and values to the cache, and rotates the queries in place.
+        Rotates the queries in place, and writes the step's rotated keys and its values to the cache.
         """
         self.kernels.rotate_write(plan, layer, qkv)
         out = qkv.new_empty((qkv.shape[0], self.heads * self.head_dim))

@@ -1,9 +1,11 @@
 """Compile `kernels.c` once with the machine's C compiler and keep the library in the cache.
 
-The library is for this processor alone (-march=native), so its name is a hash of the source, the flags, the compiler
-and the processor; a cache carried elsewhere compiles again. It is written under a temporary name and moved into place,
-so two processes that start together never see half a file, and it ends with a hash of itself (which the loader of
-shared libraries ignores), so that a damaged one is compiled again.
+* The library is for this processor alone (-march=native). Its name is a hash of the source, the flags, the compiler and
+  the processor, so a machine that is given another machine's cache compiles again.
+* The library is written under a temporary name and moved into place. So two processes that start together never see
+  half a file.
+* The file ends with a hash of what is before it, so that a damaged library is found and compiled again. The loader of
+  shared libraries ignores these last bytes.
 """
 
 import hashlib
@@ -16,9 +18,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc")
-# No -ffast-math and no implicit fusing: a row's bits may not depend on how the compiler cut a loop.
+# No -ffast-math and no implicit fusing: a row's bits must not depend on how the compiler cut a loop.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
-THREADS = "-fopenmp"  # left out where the compiler has no OpenMP
+THREADS = "-fopenmp"  # left out if compiling with it fails, as where the compiler has no OpenMP
 COMPILE_TIMEOUT_SECONDS = 120
 
 
@@ -27,7 +29,7 @@ class NativeError(Exception):
 
 
 def compiler() -> str:
-    """The path of a C compiler. Raises NativeError."""
+    """The path of a C compiler: $CC, cc or gcc, the first that is found. Raises NativeError if none is."""
     for name in (os.environ.get("CC", ""), *COMPILERS):
         found = shutil.which(name) if name else None
         if found:
@@ -36,7 +38,10 @@ def compiler() -> str:
 
 
 def library_path(root: Path, compiler_path: str) -> Path:
-    """Where the library of this source, compiler and processor is kept under the cache root. Raises NativeError."""
+    """Where the library of this source, compiler and processor is kept under the cache root.
+
+    Raises NativeError when the compiler does not run.
+    """
     version = _run([compiler_path, "--version"]).splitlines()
     parts = (SOURCE.read_text("utf-8"), *FLAGS, THREADS, compiler_path, *version[:1], platform.machine(), processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -44,7 +49,7 @@ def library_path(root: Path, compiler_path: str) -> Path:
 
 
 def processor() -> str:
-    """Model and instruction sets of the processor, as far as the system tells."""
+    """Model and instruction sets of the processor, as far as the operating system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -54,7 +59,7 @@ def processor() -> str:
 
 
 def compile_library(target: Path, compiler_path: str) -> None:
-    """Compile to `target`, atomically. Raises NativeError."""
+    """Compile to `target`, which appears whole or not at all. Raises NativeError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as directory:
@@ -72,7 +77,10 @@ def compile_library(target: Path, compiler_path: str) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file ends with the hash of what is before it; loading a truncated library can end the process."""
+    """Whether the file ends with the hash of what is before it.
+
+    Ask before loading: a truncated library can end the process that loads it.
+    """
     try:
         content = path.read_bytes()
     except OSError:

@@ -2,7 +2,7 @@
 
     TERAZI_NATIVE=off    use torch
 
-A library is used only after it computed what torch computes in a small self-test.
+A library is used only if a small self-test finds that its results agree with torch's.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 KEY_TILE = 64  # TILE in kernels.c
 PANEL = 64  # PANEL in kernels.c
 MAX_HEAD_DIM = 512
-# Rows of queries computed over one packing of the keys: about as many as keep their sums in the second-level cache.
+# At most so many rows of queries are computed over one packing of the keys: their sums fit the second-level cache.
 QUERY_ROWS = 96
 
 
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StepArguments:
-    """A `Step` and the arrays it points into, which must live as long."""
+    """A `Step` and the arrays that it points into. The arrays are kept here so that they live as long as the `Step`."""
 
     step: Step
     arrays: tuple["array[int]", ...]
@@ -57,10 +57,10 @@ class StepArguments:
 
 
 class Kernels:
-    """The loaded library. Tensors must be contiguous, on the CPU and of one dtype; nothing is checked here."""
+    """The loaded library. The caller passes contiguous CPU tensors of one dtype; nothing here checks that."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError or AttributeError when the file is not the library."""
+        """Load the library at `path`. Raises OSError or AttributeError when the file is not this library."""
         library = ctypes.CDLL(str(path))
         library.terazi_step_size.restype = ctypes.c_int64
         library.terazi_step_size.argtypes = []
@@ -87,7 +87,7 @@ class Kernels:
         self.has_linear = bool(library.terazi_has_linear())  # matrix products in bfloat16
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x += delta in place, then RMSNorm(x) * weight. All [rows, hidden]."""
+        """Add `delta` to `x` in place; return RMSNorm(x) * weight. All are [rows, hidden], `weight` is [hidden]."""
         out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(),
@@ -103,16 +103,23 @@ class Kernels:
         return out
 
     def rotate_write(self, arguments: StepArguments, layer: int, qkv: torch.Tensor) -> None:
-        """Rotate the queries in `qkv` in place; write rotated keys and the values to the pool."""
+        """Rotate the queries in `qkv` in place; write the rotated keys and the values to the pool.
+
+        `qkv` is [rows, heads + 2 kv_heads, head_dim].
+        """
         self._rotate_write(ctypes.byref(arguments.step), layer, qkv.data_ptr())
 
     def attend(self, arguments: StepArguments, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """Attention of rotated `queries`, the first columns of each row, into `out` [rows, heads, head_dim]."""
+        """Write the attention of rotated `queries` to `out` [rows, heads, head_dim].
+
+        The queries are the first heads * head_dim columns of each row of `queries`. Raises MemoryError when there is no
+        room for scratch.
+        """
         if not self._attend(ctypes.byref(arguments.step), layer, queries.data_ptr(), queries.stride(0), out.data_ptr()):
             raise MemoryError("no memory for the scratch of attention")
 
     def pack_linear(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """bfloat16 weights of one shape [out, in], one after the other, in the layout `linear` reads; `in` is even."""
+        """Copy bfloat16 weights, all of one shape [out, in] with an even `in`, to the layout that `linear` reads."""
         out_features, in_features = weights[0].shape
         padded = -(-out_features // PANEL) * PANEL
         packed = torch.empty((len(weights), padded, in_features), dtype=torch.bfloat16)
@@ -130,9 +137,10 @@ class Kernels:
         gated: bool = False,
         wide: bool = False,
     ) -> torch.Tensor:
-        """[rows, in] -> [rows, out] in bfloat16, or in float32 if `wide`, without rounding.
+        """[rows, in] -> [rows, out] in bfloat16. With `wide` in float32, so that no sum is rounded to bfloat16.
 
-        `gated`: silu of the first weight's product times the second's.
+        With `gated`, `packed` holds two weights, and the result is silu(first product) * second product. Works only
+        where `has_linear` is true.
         """
         out = rows.new_empty((rows.shape[0], out_features), dtype=torch.float32 if wide else rows.dtype)
         self._linear(
@@ -151,7 +159,10 @@ class Kernels:
 
 
 def query_tile(group: int) -> int:
-    """Positions of one attention item: a power of two that divides the key tile. A function of the model alone."""
+    """How many positions an attention item spans at most, with `group` query heads for each KV head.
+
+    A power of two that divides the key tile, and a function of the model alone.
+    """
     tile = KEY_TILE
     while tile > 1 and tile * group > QUERY_ROWS:
         tile //= 2
@@ -161,9 +172,9 @@ def query_tile(group: int) -> int:
 def step_arguments(
     pieces: Sequence[Piece], *, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int
 ) -> StepArguments:
-    """What the kernels need to know about a step whose packed rows are those of `pieces`.
+    """What the kernels need to know about a step. Its packed rows are the positions of `pieces`, in order.
 
-    `pool` is a KVCache's; `cos` and `sin` are [context, head_dim], the sine's first half negated.
+    `pool` is a KVCache's pool; `cos` and `sin` are [context, head_dim], with the sine's first half negated.
     """
     layers, _, block_size, kv_heads, head_dim = pool.shape[1:]
     tile = query_tile(heads // kv_heads)
@@ -209,7 +220,7 @@ def is_wanted() -> bool:
 
 
 def load(root: Path) -> Kernels:
-    """The kernels, compiled under the cache root if need be and tested. Raises NativeError."""
+    """The kernels: compiled under the cache root if they are not there yet, and tested. Raises NativeError."""
     path = library_path(root, found := compiler())
     if not is_whole(path):
         compile_library(path, found)
@@ -224,7 +235,7 @@ def load(root: Path) -> Kernels:
 
 
 def choose(root: Path, device: torch.device, head_dim: int) -> Kernels | None:
-    """The kernels where they can serve, else None. Logs which and why in one line."""
+    """The kernels if they can serve this device and head size, else None. One log line says which, and why."""
     kernels, reason = None, ""
     if not is_wanted():
         reason = f"{SWITCH} is off"
@@ -245,7 +256,7 @@ def choose(root: Path, device: torch.device, head_dim: int) -> Kernels | None:
 
 
 def self_test(kernels: Kernels) -> str:
-    """What differs from torch's own results beyond rounding, or ""."""
+    """The first kernel whose result differs from torch's by more than rounding, or "" if all agree."""
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
         generator = torch.Generator().manual_seed(0)
 

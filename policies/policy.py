@@ -66,8 +66,8 @@ class Policy(Protocol):
         """
 
     def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
-        """How long, by the step profile, all prompt rows of a team with live sequences may take in this step; None is no
-        limit. Between picks only.
+        """How long, by the step profile, all prompt rows of a team with live sequences may take in this step; None is
+        no limit. Between picks only.
 
         Without them the step takes `step_us`; `others` says how much of it is for tokens of which other team.
         """

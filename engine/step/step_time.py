@@ -12,8 +12,8 @@ step before, as many as slots are left. A row is cut to whole blocks. A team tha
 time has none in this step; its decode rows go on.
 
 Decode rows lengthen a step, too. In the isolation `batch` that is not bounded, because batches are what makes a device
-fast. In the isolation `strict` all rows of a team, whatever their kind, are bounded like its prompts, and it is measured
-how long the step would be for each team alone.
+fast. In the isolation `strict` all rows of a team, whatever their kind, are bounded like its prompts, and the policy
+hears how long the step would be for each team alone.
 """
 
 import math

@@ -9,7 +9,8 @@ T3: one team sends 16 answers of 2,000 tokens, and from second 10 on ten short q
 All teams are silver. `alone` leaves the other teams out. Times are seconds of the chat requests, which in T3 are the
 short ones; `longest gap` is between two tokens of any request of chat's team, and `share` the part of the device's time
 that the team was charged. `longest pause` is that of any request of any team, `pause bound` the largest that was
-promised.
+promised. With `--engine torch` a load is played in real time on the real engine, and simulated beside it with the step
+profile that the engine measured at its start (minutes for each load; give it a core of its own).
 """
 
 import argparse
@@ -23,10 +24,13 @@ import msgspec
 
 from benchmarks.attacks import parse_changed
 from engine.config import EngineConfig
+from engine.parts import EngineParts
+from engine.process.assembly import build_parts, read_config
 from engine.sim.clients import SECOND_US, Ask, Client, Contest, Record, Tally, at_once, every, percentile
 from engine.sim.parts import fixed_profile
 from engine.wire.messages import Finished
 from gateway.command import print_table
+from policies.cost import StepProfile
 from policies.tiers import DEFAULT_TIERS
 
 CHAT, DOCS = "chat", "docs"
@@ -128,10 +132,11 @@ def loads() -> list[Load]:
     ]
 
 
-def play(load: Load, **changed: object) -> Played:
-    """Until chat has all its answers. `changed` are fields of EngineConfig."""
+def play(load: Load, parts: EngineParts | None = None, profile: StepProfile | None = None, **changed: object) -> Played:
+    """Until chat has all its answers. `changed` are fields of EngineConfig; `parts` those of a real engine."""
     teams = dict.fromkeys((client.team for client in load.clients), SILVER)
-    contest = Contest(teams, load.clients, profile=fixed_profile(), config=load.config(**changed))
+    config = load.config(**changed)
+    contest = Contest(teams, load.clients, profile=profile or fixed_profile(), config=config, parts=parts)
     tallies = contest.run(until_ended=load.until_ended)
     records = tallies[CHAT].records
     is_mixed = any(record.ask.output_tokens > 400 for record in records)
@@ -139,9 +144,19 @@ def play(load: Load, **changed: object) -> Played:
     return Played(chat, tallies, contest.clock.now_us(), contest.longest_step_us)
 
 
-def row(load: Load, policy: str, **changed: object) -> dict[str, Any]:
+def rows_of(load: Load, policy: str, engine: str, **changed: object) -> list[dict[str, Any]]:
+    """The lines of one load: of the simulator, or of the real engine and of the simulator with its profile."""
+    if engine == "sim":
+        return [row(load, policy, play(load, policy=policy, **changed))]
+    config = read_config(msgspec.json.encode(load.config(policy=policy, **changed, kind=engine)).decode())
+    parts = build_parts(config)
+    real = play(load, parts, policy=policy, **changed)
+    simulated = play(load, profile=parts.profile, policy=policy, **changed)
+    return [{"engine": name, **row(load, policy, played)} for name, played in (("torch", real), ("sim", simulated))]
+
+
+def row(load: Load, policy: str, played: Played) -> dict[str, Any]:
     """One line of the table."""
-    played = play(load, policy=policy, **changed)
     ttfts_us, jcts_us = played.ttfts_us(), played.jcts_us()
     charged_us = sum(tally.device_us for tally in played.tallies.values())
 
@@ -171,13 +186,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", action="append", choices=("T1", "T2", "T3"), help="once for each; all")
     parser.add_argument("--policy", action="append", help="once for each; eg-mlfq and fcfs")
+    parser.add_argument("--only", metavar="NAME", help="of these the one with this name in the table")
+    parser.add_argument("--engine", choices=("sim", "torch"), default="sim")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of EngineConfig")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
     arguments = parser.parse_args()
     changed = parse_changed(arguments.set)
     wanted = tuple(arguments.load or ("T1", "T2", "T3"))
     policies = arguments.policy or ["eg-mlfq", "fcfs"]
-    rows = [row(load, policy, **changed) for load in loads() if load.name.startswith(wanted) for policy in policies]
+    chosen = [load for load in loads() if load.name.startswith(wanted) and (arguments.only in (None, load.name))]
+    rows = [
+        line for load in chosen for policy in policies for line in rows_of(load, policy, arguments.engine, **changed)
+    ]
     print_table(rows, list(rows[0]), title="chat beside long prompts and long answers; seconds")
     if arguments.json:
         arguments.json.write_text(json.dumps({"set": arguments.set, "rows": rows}, indent=1) + "\n")

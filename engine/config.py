@@ -21,9 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int = 64  # slots: rows of one step
     max_batch_tokens: int = 2048  # tokens of one step
     prefill_chunk_tokens: int = 256  # a chunk ends at a multiple of it, or where the step's tokens are used up
-    prefill_chunk_us: int = (
-        0  # the most a prompt row may take by the profile; 0: ten times a step's fixed part
-    )
+    prefill_chunk_us: int = 0  # the most a prompt row may take by the profile; 0: ten times a step's fixed part
     step_time_max_us: int = 0  # a step that takes as long by the profile gets no prompt row; 0: 45 times that part
     isolation: str = "batch"  # or strict: may one team's decode rows lengthen the steps of another's?
     block_size: int = 16  # tokens of one KV block

@@ -8,10 +8,11 @@ A step is booked where it ends: its tokens and its device time count for the win
 """
 
 import heapq
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.clock import VirtualClock
+from engine.clock import MonotonicClock, VirtualClock
 from engine.config import EngineConfig
 from engine.parts import EngineParts
 from engine.plan import StepPlan, StepResult
@@ -19,6 +20,7 @@ from engine.process.assembly import assemble
 from engine.process.listener import EngineIdentity
 from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
 from engine.sim.simulate import CONTEXT_LEN, KV_BYTES_PER_TOKEN
+from engine.step.core import Runner
 from engine.wire.messages import ConfigureTeams, Finished, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
 from policies.cost import StepProfile
 from policies.tiers import Tier
@@ -178,10 +180,26 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
+class RealClock:
+    """Real time since the clock was made, in which waiting for a moment sleeps until it comes."""
+
+    def __init__(self) -> None:
+        self._clock = MonotonicClock()
+        self._start_us = self._clock.now_us()
+
+    def now_us(self) -> int:
+        """Microseconds since the start."""
+        return self._clock.now_us() - self._start_us
+
+    def advance_to(self, at_us: int) -> None:
+        """Sleep until `at_us`."""
+        time.sleep(max(0, at_us - self.now_us()) / SECOND_US)
+
+
 class _CountingRunner:
     """Passes plans on, and counts each request's prompt tokens the first time they are computed."""
 
-    def __init__(self, runner: SimRunner, records: list[Record]) -> None:
+    def __init__(self, runner: Runner, records: list[Record]) -> None:
         self._runner = runner
         self._records = records
         self.computed: list[tuple[Record, int]] = []  # in the last step
@@ -214,27 +232,19 @@ class Contest:
         profile: StepProfile,
         config: EngineConfig | None = None,
         context_len: int = CONTEXT_LEN,
+        parts: EngineParts | None = None,
     ) -> None:
-        """KV pools are what `config` gives them of SmolLM2-135M's. Raises StartError for settings that do not fit."""
+        """KV pools are what `config` gives them of SmolLM2-135M's. With the `parts` of a real engine the clients play
+        in real time on that engine, and its profile takes the place of `profile`. Raises StartError for settings that
+        do not fit.
+        """
         config = config or EngineConfig(kind="sim")
-        block_bytes = config.block_size * KV_BYTES_PER_TOKEN
-        self.clock = VirtualClock()
         self.records: list[Record] = []
-        block_copy_us = block_bytes * 1e6 / COPY_BYTES_PER_SECOND
-        self._runner = _CountingRunner(SimRunner(profile, self.clock, block_copy_us=block_copy_us), self.records)
-        parts = EngineParts(
-            runner=self._runner,
-            clock=self.clock,
-            profile=profile,
-            model=ModelInfo(
-                name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="",
-                device="sim",
-            ),
-            num_device_blocks=config.kv_memory_bytes // block_bytes,
-            num_host_blocks=config.host_kv_memory_bytes // block_bytes,
-            block_bytes=block_bytes,
-            block_copy_us=block_copy_us,
-        )  # fmt: skip
+        self.clock: VirtualClock | RealClock = VirtualClock() if parts is None else RealClock()
+        if parts is None:
+            parts = self._simulated(config, profile, context_len)
+        self._runner = _CountingRunner(parts.runner, self.records)
+        parts = replace(parts, runner=self._runner, clock=self.clock)
         self.core, _, _ = assemble(config, parts, EngineIdentity("sim", 1), lambda line: None)
         self._team_ids = {team: team_id for team_id, team in enumerate(teams)}
         self.core.configure(ConfigureTeams(teams=tuple(_entry(self._team_ids[t], tier) for t, tier in teams.items())))
@@ -249,6 +259,25 @@ class Contest:
         self._prompts: dict[int, tuple[int, ...]] = {}
         for client in clients:
             self._start(client)
+
+    def _simulated(self, config: EngineConfig, profile: StepProfile, context_len: int) -> EngineParts:
+        """The parts of an engine that computes nothing."""
+        assert isinstance(self.clock, VirtualClock)
+        block_bytes = config.block_size * KV_BYTES_PER_TOKEN
+        block_copy_us = block_bytes * 1e6 / COPY_BYTES_PER_SECOND
+        return EngineParts(
+            runner=SimRunner(profile, self.clock, block_copy_us=block_copy_us),
+            clock=self.clock,
+            profile=profile,
+            model=ModelInfo(
+                name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="",
+                device="sim",
+            ),
+            num_device_blocks=config.kv_memory_bytes // block_bytes,
+            num_host_blocks=config.host_kv_memory_bytes // block_bytes,
+            block_bytes=block_bytes,
+            block_copy_us=block_copy_us,
+        )  # fmt: skip
 
     def run(self, until_us: int | None = None, *, from_us: int = 0, until_ended: str | None = None) -> dict[str, Tally]:
         """Play until `until_us`, until the team `until_ended` has no request inside nor to send, or until nobody has.

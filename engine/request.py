@@ -82,10 +82,14 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Pause:
-    """How long a sequence went without a step, and the bound that was promised for that. Times are microseconds."""
+    """The gaps between the ends of a sequence's steps, and the bounds that were promised for them, in microseconds."""
 
-    longest_us: int = 0
-    bound_us: int = 0  # the largest of the bounds that held when the sequence began to starve; 0 if it never starved
+    longest_us: int = 0  # of all gaps; the first gap is from the arrival to the end of the first step
+    bound_us: int = 0  # the largest bound of the episodes of starving that are over; 0 if there was none
+    starved_us: int = 0  # when the latest episode of starving began
+    promised_us: int = 0  # the bound of the present episode; 0 if the sequence does not starve
+    promised_short_us: int = 0  # its bound if KV memory is short in it
+    of_bound: float = 0.0  # of the episodes that are over, the largest gap / bound; over 1 is a broken promise
 
 
 @dataclass(slots=True, eq=False)

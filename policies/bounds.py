@@ -77,6 +77,62 @@ def lag_bound(config: PolicyConfig, weights: Collection[int], *, is_short: bool 
     return None if widths is None else Fraction(widths.wide if is_short else widths.narrow, widths.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class PauseTerms:
+    """The parts of a team's maximum pause that depend on its queue and budget, beside the sum of those that do not.
+    Work in microseconds; weights and percents as they are.
+    """
+
+    base_us: int
+    grant_us: int  # G
+    step_us: int  # w
+    weight: int
+    total: int  # of all weights
+    percent: int  # eta
+    rate_percent: int  # R
+
+    def bound_us(self, num_grants: int, grants_us: int | None = None, held_us: int | None = None) -> int:
+        """The longest pause behind so many grants, which give `grants_us` of work, when the budget holds `held_us`.
+        None: each gives G, and the budget is as low as it can be.
+        """
+        given_us = num_grants * self.grant_us if grants_us is None else grants_us
+        ahead_us = given_us + num_grants * self.step_us
+        missing_us = max(0, ahead_us + self.grant_us - (-self.step_us if held_us is None else held_us))
+        # In hundredths of a microsecond over `percent` and the like, each rounded up by itself.
+        funding_us = -(-missing_us * _WHOLE * self.total // (self.percent * self.weight))
+        serving_us = -(-ahead_us * _WHOLE * self.total // (self.rate_percent * self.weight))
+        return self.base_us + max(funding_us, serving_us)
+
+
+def pause_terms(
+    config: PolicyConfig,
+    table: Iterable[TeamTerms],
+    team_id: int,
+    upload_us: int,
+    *,
+    is_short: bool = False,
+    rate_percent: int = _WHOLE,
+) -> PauseTerms | None:
+    """What the maximum pause of a team's sequences is made of; arguments as of `pause_bound_us`. None: there is no
+    bound, for promotion is off or the team may not keep one grant.
+    Raises KeyError for a team that is not in the table.
+    """
+    by_id = {terms.team_id: terms for terms in table}
+    team = by_id[team_id]
+    percent, grant = config.promotion_percent, config.promotion_grant_us
+    weights = [terms.weight for terms in by_id.values()]
+    gap = lag_bound(config, weights, is_short=is_short)
+    if not percent or gap is None or team.promotion_burst_grants < 1:
+        return None
+    total, step = sum(weights), config.step_cost_max_us
+    lockout = gap * (total - team.weight) * _WHOLE / rate_percent
+    sigmas = sum(terms.promotion_burst_grants for terms in by_id.values()) * grant
+    crowd = -(-(sigmas + step) * _WHOLE * _WHOLE // ((_WHOLE - percent) * rate_percent))
+    base = team.starving_after_us + -(-lockout.numerator // lockout.denominator) + crowd + upload_us
+    base += 2 * config.longest_step_us
+    return PauseTerms(base, grant, step, team.weight, total, percent, rate_percent)
+
+
 def pause_bound_us(
     config: PolicyConfig,
     table: Iterable[TeamTerms],
@@ -87,29 +143,23 @@ def pause_bound_us(
     is_short: bool = False,
     rate_percent: int = _WHOLE,
 ) -> int:
-    """The longest pause before a step of a sequence of `team_id`, in microseconds, rounded up:
+    """The longest pause of a sequence of `team_id`, from the end of one of its steps to the end of the next, in
+    microseconds, rounded up:
 
-        alpha + band (Phi - phi) / R + (N + 1) (G + w) / rho + (sum of sigma + w) / ((1 - eta) R) + T_in
+        alpha + band (Phi - phi) / R + funding + (sum of sigma + w) / ((1 - eta) R) + T_in + 2 C
 
     alpha, phi, rho and sigma are the team's and Phi the sum of weights in `table`; the band is `lag_bound`, Theta + 2u,
-    and twice that where blocks may be short (`is_short`); w is the longest step of one sequence, N = `num_ahead` those
-    of the team that starved before it and have not run since, T_in = `upload_us` the time its blocks need to come back.
-    A grant may cost the budget G + w, for its last step may begin with the least part of it left. R is the least rate
-    of the device in work per time, `rate_percent` hundredths: what swapping leaves of it. It bounds the pause, not the
-    progress. 0: there is no bound, for promotion is off or the team may not keep one grant.
-    Raises KeyError for a team that is not in the table.
+    and twice that where blocks may be short (`is_short`); w is the longest step of one sequence, T_in = `upload_us` the
+    time its blocks need to come back, C the longest step: one that runs when the sequence begins to starve, and its
+    own. R is the least rate of the device in work per time, `rate_percent` hundredths: what swapping leaves of it.
+
+    Funding is the time until the team's budget has paid what goes before and holds a grant. N = `num_ahead` grants of
+    G go before; each may cost G + w, for its last step may begin with the least part of it left. With the budget at its
+    lowest that is (N + 1) (G + w) / rho. With a budget b it is (N (G + w) + G - b) / rho, and at least the time in
+    which the team's share serves the grants before, N (G + w) Phi / (phi R).
+
+    It bounds the pause, not the progress. 0: there is no bound, for promotion is off or the team may not keep one
+    grant. Raises KeyError for a team that is not in the table.
     """
-    by_id = {terms.team_id: terms for terms in table}
-    team = by_id[team_id]
-    percent, grant = config.promotion_percent, config.promotion_grant_us
-    weights = [terms.weight for terms in by_id.values()]
-    gap = lag_bound(config, weights, is_short=is_short)
-    if not percent or gap is None or team.promotion_burst_grants < 1:
-        return 0
-    total, step = sum(weights), config.step_cost_max_us
-    lockout = gap * (total - team.weight) * _WHOLE / rate_percent
-    sigmas = sum(terms.promotion_burst_grants for terms in by_id.values()) * grant
-    # In hundredths of a microsecond over `percent` and the like, each term rounded up by itself.
-    funding = -(-(num_ahead + 1) * (grant + step) * _WHOLE * total // (percent * team.weight))
-    crowd = -(-(sigmas + step) * _WHOLE * _WHOLE // ((_WHOLE - percent) * rate_percent))
-    return team.starving_after_us + -(-lockout.numerator // lockout.denominator) + funding + crowd + upload_us
+    terms = pause_terms(config, table, team_id, upload_us, is_short=is_short, rate_percent=rate_percent)
+    return 0 if terms is None else terms.bound_us(num_ahead)

@@ -152,7 +152,11 @@ class EgMlfq(MeteredPolicy):
             return None
         least = min([rival.lag - rival.provisional for rival, _ in rivals])
         slack = (least + widths.theta - team.lag + team.provisional) // team.unit
-        return max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
+        limit_us = max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
+        head = self._eligible[0][3]
+        # What a grant gives is bounded by the budget, and the gate lets the team run. If other rows of the team could
+        # hold its lag at the limit for good, a granted prompt would wait for them.
+        return max(limit_us, head.grant_left) if head.team is team else limit_us
 
     def leave_prompts(self, team_id: int) -> None:
         self._pass_over(team_id, has_token)

@@ -14,8 +14,9 @@ long run (docs/scheduling.md says why this is not eta of the device). Without bu
 served under overload: then everybody starves, and everybody is promoted (FastServe's starvation rule).
 
 A granted sequence that finds no blocks, or that must wait for prompts of its own team, would keep the lane closed for
-its whole team. So it hands the grant back at the next step and goes to the tail of the queue; when its turn comes again
-it gets what was left.
+its whole team. So it hands the grant back at the next step; when its turn comes again it gets what was left. One
+without blocks goes to the tail of the queue. One that waits for its team's prompts keeps its place, because all of the
+team that have not started wait for the same: the grant goes to the first that has started, if any has.
 
 Grants are given without a look at the gate: a team may stand just above it at the start of every step. Picks obey it.
 
@@ -26,7 +27,7 @@ an integer. A new table of teams changes that factor; each budget is then rounde
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from policies.accounts import RankedSequence, TeamShare
+from policies.accounts import RankedSequence, TeamShare, was_taken
 from policies.config import PolicyConfig
 from policies.sequences import Starving
 
@@ -41,6 +42,7 @@ class Budget:
         "amount",
         "has_grant",
         "is_awaited",
+        "is_held_back",
         "queue",
         "rate",
         "refilled_at",
@@ -53,6 +55,7 @@ class Budget:
         self.team = team
         self.queue: dict[RankedSequence, None] = {}
         self.has_grant = False  # one is open
+        self.is_held_back = False  # its latest grant came back because nothing new of the team may start
         self.is_awaited = False  # the time when it holds a grant is in `Promotions._funded`
         self.unit = 0  # 0: never configured; then it starts full
         self.rate = 0  # what flows in during a microsecond
@@ -148,7 +151,11 @@ class Promotions:
                 self._close(sequence)
                 budget = self._budgets[sequence.team]
                 sequence.is_starving = True
-                budget.queue[sequence] = None
+                if sequence in self._held_back:
+                    budget.queue = {sequence: None, **budget.queue}
+                    budget.is_held_back = True
+                else:
+                    budget.queue[sequence] = None
                 self._to_look[budget] = None
         self._held_back.clear()
 
@@ -173,7 +180,7 @@ class Promotions:
                 continue
             heappop(due)
             budget = self._budgets[sequence.team]
-            starving.append(Starving(sequence.seq_id, self._num_ahead(budget, now_us)))
+            starving.append(self._starving(sequence, budget, now_us))
             sequence.is_starving = True
             budget.queue[sequence] = None
             if len(budget.queue) == 1:
@@ -189,11 +196,21 @@ class Promotions:
             self._to_look.clear()
         return starving
 
-    def _num_ahead(self, budget: Budget, now_us: int) -> int:
-        """How many of a team starve already: its queue, and the holder of its grant while that has not run either."""
+    def _starving(self, sequence: RankedSequence, budget: Budget, now_us: int) -> Starving:
+        """What is before a sequence that begins to starve: its team's queue, and the holder of its team's grant. That
+        one is not counted as ahead once it has run, but its grant is.
+        """
         granted = budget.team.levels.granted
         is_waiting = granted is not None and granted.last_service + budget.team.terms.starving_after_us <= now_us
-        return len(budget.queue) + is_waiting
+        num_queued = len(budget.queue)
+        left_us = max(0, granted.grant_left) if granted is not None else 0
+        return Starving(
+            sequence.seq_id,
+            num_queued + is_waiting,
+            num_queued + (granted is not None),
+            num_queued * self.grant_us + left_us,
+            budget.held_us(now_us),
+        )
 
     def _look(self, budget: Budget, now_us: int) -> None:
         """Open a grant for the head of the queue, or note when there is enough for one."""
@@ -201,6 +218,9 @@ class Promotions:
             return
         budget.refill(now_us)
         head = next(iter(budget.queue))
+        if budget.is_held_back:
+            budget.is_held_back = False
+            head = next(filter(was_taken, budget.queue), head)
         grant_us = head.grant_unused or self.grant_us
         missing = grant_us * budget.unit - budget.amount
         if missing <= 0:

@@ -86,6 +86,9 @@ class Starving:
 
     seq_id: int
     num_ahead: int  # sequences of its team that began to starve before it, and have not run since
+    num_grants: int = field(default=0, compare=False)  # of its team that go before: those ahead, and an open one
+    grants_us: int = field(default=0, compare=False)  # work that these grants give
+    held_us: int = field(default=0, compare=False)  # the team's budget in work, rounded down; may be negative
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from engine.step.core import EngineCore
 from engine.step.log import StepLog, StepLogStart
 from engine.step.pauses import Pauses
 from engine.step.scheduler import Scheduler
-from engine.step.step_time import chunk_us
+from engine.step.step_time import chunk_us, longest_step_us
 from engine.wire.messages import PROTOCOL_VERSION, Hello, PolicyInfo, ProfileInfo
 from policies.catalog import make_policy
 from policies.config import PolicyConfig, from_profile
@@ -63,8 +63,15 @@ def read_config(text: str) -> EngineConfig:
     return msgspec.structs.replace(config, num_threads=num_threads)
 
 
-def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) -> PolicyConfig:
-    """The policy's constants that follow from the settings, the step profile and the context length in tokens."""
+def policy_config(
+    config: EngineConfig, profile: StepProfile, context_len: int, num_device_blocks: int | None = None
+) -> PolicyConfig:
+    """The policy's constants that follow from the settings, the step profile and the context length in tokens.
+
+    `num_device_blocks` bounds the longest step; None: every slot may have a whole context.
+    """
+    if num_device_blocks is None:
+        num_device_blocks = config.max_batch_size * blocks_for(context_len, config.block_size)
     return from_profile(
         profile,
         levels=config.levels,
@@ -72,6 +79,7 @@ def policy_config(config: EngineConfig, profile: StepProfile, context_len: int) 
         coast=config.coast,
         chunk_tokens=min(config.prefill_chunk_tokens, config.max_batch_tokens),
         chunk_us=chunk_us(config, profile),
+        step_us_max=longest_step_us(config, profile, context_len, num_device_blocks),
         block_size=config.block_size,
         context_len=context_len,
         promotion_percent=config.promotion_percent,
@@ -115,7 +123,7 @@ def assemble(
 
     `tell` gets one line if the step log stops. Raises StartError, or StepLogError when the step log cannot be opened.
     """
-    constants = policy_config(config, parts.profile, parts.model.context_len)
+    constants = policy_config(config, parts.profile, parts.model.context_len, parts.num_device_blocks)
     try:
         policy = make_policy(config.policy, constants)
     except ValueError as error:
@@ -191,6 +199,8 @@ def _policy_info(constants: PolicyConfig, upload_us: int, rate_percent: int) -> 
         grant_us=constants.promotion_grant_us,
         upload_max_us=upload_us,
         rate_percent=rate_percent,
+        theta_cost_us=constants.theta_cost_us,
+        step_us_max=constants.step_us_max,
     )
 
 

@@ -4,23 +4,27 @@ The same trace, settings and profile give the same report, byte for byte. Each p
 so that two runs can be compared.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from engine.blocks import blocks_for
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.plan import StepPlan, StepResult
-from engine.process.assembly import policy_config
+from engine.process.assembly import least_rate_percent, policy_config
 from engine.sim.runner import COPY_BYTES_PER_SECOND, SimRunner
 from engine.sim.workload import TraceRequest
 from engine.step.core import EngineCore, Runner
+from engine.step.pauses import Pauses
 from engine.step.scheduler import Scheduler
 from engine.wire.messages import ConfigureTeams, ModelInfo, Refused, SamplingParams, Submit, TeamEntry
 from policies.catalog import make_policy
 from policies.cost import StepProfile
+from policies.eg_mlfq import EgMlfq
 from policies.tiers import DEFAULT_TIERS, Tier
 
 DEFAULT_TIER = "silver"
@@ -75,6 +79,8 @@ class _Record:
     output_tokens: int = 0  # fewer than the request asked for if its output was cut
     num_promotions: int = 0
     longest_pause_us: int = 0
+    pause_bound_us: int = 0
+    pause_of_bound: float = 0.0
     num_preemptions: int = 0
     num_swaps: int = 0
     num_recomputes: int = 0
@@ -211,7 +217,8 @@ def _replay(
 ) -> _Run:
     clock = VirtualClock()
     runner = HashingRunner(SimRunner(profile, clock, block_copy_us=memory.block_copy_us))
-    policy = make_policy(policy_name, policy_config(config, profile, context_len))
+    constants = policy_config(config, profile, context_len, memory.num_device_blocks)
+    policy = make_policy(policy_name, constants)
     model = ModelInfo(
         name="sim", path="", vocab_size=_VOCAB_SIZE, context_len=context_len, eos_token_ids=(), dtype="", device="sim"
     )
@@ -222,6 +229,11 @@ def _replay(
         memory.num_device_blocks,
         num_host_blocks=memory.num_host_blocks,
         block_copy_us=memory.block_copy_us,
+        pauses=Pauses(
+            constants if policy_name == EgMlfq.name else None,
+            math.ceil(blocks_for(context_len, config.block_size) * memory.block_copy_us),
+            least_rate_percent(config),
+        ),
     )
     core = EngineCore(config, scheduler, runner, clock, model)
     team_ids = {team: team_id for team_id, team in enumerate(tier_of)}
@@ -253,6 +265,8 @@ def _replay(
             record.output_tokens = finished.output_tokens
             record.num_promotions = finished.num_promotions
             record.longest_pause_us = finished.longest_pause_us
+            record.pause_bound_us = finished.pause_bound_us
+            record.pause_of_bound = finished.pause_of_bound
             record.num_preemptions = finished.num_preemptions
             record.num_swaps = finished.num_swaps
             record.num_recomputes = finished.num_recomputes
@@ -368,6 +382,8 @@ def _figures(records: Sequence[_Record], config: EngineConfig, profile: StepProf
         "num_recomputes": sum(record.num_recomputes for record in ended),
         "num_promotions": sum(record.num_promotions for record in ended),
         "longest_pause_seconds": _seconds(max((record.longest_pause_us for record in ended), default=0)),
+        "pause_bound_seconds": _seconds(max((record.pause_bound_us for record in ended), default=0)),
+        "pause_of_bound": max((record.pause_of_bound for record in ended), default=0.0),
         "device_seconds": _seconds(sum(record.device_us for record in ended)),
         "overhead_device_seconds": _seconds(sum(record.overhead_us for record in ended)),
         "ttft_seconds": _distribution([us / 1_000_000 for us in first_us]),

@@ -299,4 +299,5 @@ def _finished(sequence: Sequence) -> Finished:
         overhead_us=sequence.bill.overhead_us,
         longest_pause_us=sequence.pause.longest_us,
         pause_bound_us=sequence.pause.bound_us,
+        pause_of_bound=sequence.pause.of_bound,
     )

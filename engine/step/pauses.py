@@ -1,21 +1,29 @@
 """What the policy's constants promise, beside what was: the longest pause (I8) and the lag between teams (I5).
 
-When the policy says that a sequence begins to starve (`policies.promotion`), its pause bound is worked out, from the
-sequences of its team that starve before it, and kept beside the longest pause it really had.
+A pause is what a reader of the stream sees: the gap between the ends of two steps of a sequence, and the first one from
+its arrival to the end of its first step. When the policy says that a sequence begins to starve (`policies.promotion`),
+an *episode* begins, and its bound is worked out from what goes before the sequence and from its team's budget. The
+sequence's next step ends the episode. Then its gap is held against its own bound, and the worst ratio is kept for the
+request and for the team: one long gap with a short bound shows beside another one whose bound was long.
+
+Two bounds are worked out at the beginning of an episode. The wider one counts when KV memory was short at any time in
+the episode: it has the wide band between lags, the rate that swapping leaves, and the way back of the KV.
 """
 
 from collections.abc import Iterable
 
 from engine.request import Sequence
-from policies.bounds import lag_bound, pause_bound_us
+from policies.bounds import PauseTerms, lag_bound, pause_terms
 from policies.config import PolicyConfig
-from policies.sequences import TeamTerms
+from policies.sequences import Starving, TeamTerms
 
-_CACHE_MAX = 10_000
+_NEVER = -1
 
 
 class Pauses:
-    """Judges pauses. Owns each team's longest pause since the last look, and the bounds under the table of teams."""
+    """Judges pauses. Owns each team's longest and worst pause since the last look, and the bounds under the table of
+    teams.
+    """
 
     def __init__(self, config: PolicyConfig | None, upload_us: int, rate_percent: int = 100) -> None:
         """`config` None: the policy promises nothing. `upload_us` is the way back of the largest sequence's KV,
@@ -26,34 +34,32 @@ class Pauses:
         self._upload_us = upload_us
         self._rate_percent = rate_percent
         self._teams: dict[int, TeamTerms] = {}
-        self._bounds: dict[tuple[int, int], int] = {}  # by team and the number ahead
+        self._terms: dict[tuple[int, bool], PauseTerms | None] = {}  # by team, and whether KV memory is short
+        self._least_us: int | None = None  # no gap below it belongs to an episode; None: there are no episodes
+        self._short_us = _NEVER  # when KV memory was short last
+        self._is_short = False  # now
         self._longest_us: dict[int, int] = {}  # by team
+        self._worst: dict[int, float] = {}  # by team
 
     def configure(self, teams: Iterable[TeamTerms]) -> None:
         """The table of teams is this from now on."""
         self._teams = {terms.team_id: terms for terms in teams}
-        self._bounds.clear()
+        self._terms.clear()
+        if self._config is not None:
+            self._least_us = min((terms.starving_after_us for terms in self._teams.values()), default=None)
+
+    def note_memory(self, *, is_short: bool, now_us: int) -> None:
+        """Whether KV memory is short as a step is planned."""
+        self._is_short = is_short
+        if is_short:
+            self._short_us = now_us
 
     def bound_us(self, team_id: int, num_ahead: int) -> int:
-        """The longest pause before a step of a team's sequence with so many ahead of it, also while blocks are short; 0
-        when there is no bound."""
-        if self._config is None or team_id not in self._teams:
-            return 0
-        key = team_id, num_ahead
-        found = self._bounds.get(key)
-        if found is None:
-            if len(self._bounds) >= _CACHE_MAX:
-                self._bounds.clear()
-            found = self._bounds[key] = pause_bound_us(
-                self._config,
-                self._teams.values(),
-                team_id,
-                num_ahead,
-                self._upload_us,
-                is_short=True,
-                rate_percent=self._rate_percent,
-            )
-        return found
+        """The longest pause of a team's sequence with so many ahead of it, whatever its budget; 0 when there is no
+        bound.
+        """
+        terms = self._find(team_id, self._is_short)
+        return 0 if terms is None else terms.bound_us(num_ahead)
 
     def lag_bound_us(self, *, is_short: bool) -> float:
         """The most that two able teams' lags may differ: Theta + 2u, and 2 Theta + 4u when blocks are short; 0 when
@@ -64,20 +70,61 @@ class Pauses:
             return 0.0
         return float(lag_bound(self._shares, weights, is_short=is_short) or 0)
 
-    def starve(self, sequence: Sequence, num_ahead: int) -> None:
-        """It begins to starve, as the policy says, behind so many of its team that have not run since they did."""
-        # One that was promoted may run under its grant still: it is ahead, and not counted as starving.
-        bound_us = self.bound_us(sequence.request.team_id, num_ahead + 1)
-        sequence.pause.bound_us = max(sequence.pause.bound_us, bound_us)
+    def starve(self, sequence: Sequence, starving: Starving, now_us: int) -> None:
+        """It begins to starve, as the policy says."""
+        team_id, pause = sequence.request.team_id, sequence.pause
+        terms, short_terms = self._find(team_id, False), self._find(team_id, True)
+        if terms is None or short_terms is None:
+            return
+        before = starving.num_grants, starving.grants_us, starving.held_us
+        pause.starved_us = now_us
+        pause.promised_us, pause.promised_short_us = terms.bound_us(*before), short_terms.bound_us(*before)
 
-    def over(self, sequence: Sequence, pause_us: int) -> None:
-        """A pause has ended, by a step or by the sequence's end."""
-        sequence.pause.longest_us = max(sequence.pause.longest_us, pause_us)
-        team_id = sequence.request.team_id
-        if pause_us > self._longest_us.get(team_id, 0):
-            self._longest_us[team_id] = pause_us
+    def over(self, sequence: Sequence, now_us: int) -> None:
+        """A gap ends now, with a step of the sequence or with the sequence itself."""
+        gap_us = now_us - sequence.last_us
+        pause, team_id = sequence.pause, sequence.request.team_id
+        if gap_us > pause.longest_us:
+            pause.longest_us = gap_us
+        if gap_us > self._longest_us.get(team_id, 0):
+            self._longest_us[team_id] = gap_us
+        if pause.promised_us:
+            is_short = self._short_us >= pause.starved_us
+            self._judge(sequence, gap_us, pause.promised_short_us if is_short else pause.promised_us)
+            pause.promised_us = 0
+        elif self._least_us is not None and gap_us >= self._least_us:
+            # The holder of a grant does not starve again. Nothing goes before it.
+            terms = self._find(team_id, self._short_us >= sequence.last_us)
+            if terms is not None and gap_us >= self._teams[team_id].starving_after_us:
+                self._judge(sequence, gap_us, terms.bound_us(0))
+
+    def _judge(self, sequence: Sequence, gap_us: int, bound_us: int) -> None:
+        pause, team_id = sequence.pause, sequence.request.team_id
+        of_bound = gap_us / bound_us
+        pause.bound_us = max(pause.bound_us, bound_us)
+        pause.of_bound = max(pause.of_bound, of_bound)
+        if of_bound > self._worst.get(team_id, 0.0):
+            self._worst[team_id] = of_bound
+
+    def _find(self, team_id: int, is_short: bool) -> PauseTerms | None:
+        """What bounds the pauses of a team; None when nothing does."""
+        if self._config is None or team_id not in self._teams:
+            return None
+        key = team_id, is_short
+        if key not in self._terms:
+            teams = self._teams.values()
+            upload_us, rate_percent = (self._upload_us, self._rate_percent) if is_short else (0, 100)
+            self._terms[key] = pause_terms(
+                self._config, teams, team_id, upload_us, is_short=is_short, rate_percent=rate_percent
+            )
+        return self._terms[key]
 
     def take_longest_us(self) -> dict[int, int]:
         """By team, the longest pause that ended since the last call."""
         taken, self._longest_us = self._longest_us, {}
+        return taken
+
+    def take_worst(self) -> dict[int, float]:
+        """By team, the worst gap / bound of the episodes that ended since the last call."""
+        taken, self._worst = self._worst, {}
         return taken

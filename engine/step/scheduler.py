@@ -206,10 +206,11 @@ class Scheduler:
         picked = _Picked([], [], [], [])
         tokens_left, slots_left = self._config.max_batch_tokens, self._config.max_batch_size
         for starving in policy.begin(now_us):
-            self.pauses.starve(live[starving.seq_id], starving.num_ahead)
+            self.pauses.starve(live[starving.seq_id], starving, now_us)
         timer = self._timer
         timer.begin(self._ran_last, picked.rows, picked.sequences, picked.marginals_us)
         memory.begin()
+        is_refused = False
         while slots_left and tokens_left:
             seq_id = policy.best()
             if seq_id is None:
@@ -221,15 +222,16 @@ class Scheduler:
                 if end == start:
                     continue
             is_newcomer = sequence.memory.place is not _DEVICE
-            if is_newcomer and not memory.start(sequence):
-                continue
-            if not memory.reach(sequence, end):
+            if (is_newcomer and not memory.start(sequence)) or not memory.reach(sequence, end):
+                is_refused = True
                 continue
             self._take(picked, sequence, end, now_us)
             tokens_left -= end - start
             slots_left -= 1
             if is_newcomer:
                 memory.started()
+        is_short = is_refused or memory.is_copying or policy.is_band_wide()
+        self.pauses.note_memory(is_short=is_short, now_us=now_us)
         self._change_slots(picked.sequences)
         return picked
 
@@ -245,9 +247,6 @@ class Scheduler:
         self.policy.take(sequence.seq_id, work_us, self._timer.cost_us(marginal_us) if work_us else 0)
         if sequence.first_step_us is None:
             sequence.first_step_us = now_us
-        pause_us = now_us - sequence.last_us
-        if not sequence.is_running or pause_us > sequence.pause.longest_us:
-            self.pauses.over(sequence, pause_us)
         picked.rows.append(row)
         picked.sequences.append(sequence)
         picked.works_us.append(work_us)
@@ -299,11 +298,12 @@ class Scheduler:
         served: list[Served] = []
         ending: list[tuple[Sequence, FinishReason]] = []
         new_tokens: list[tuple[int, ...]] = []
-        failed, token_of = result.failed, result.token_ids
+        failed, token_of, over = result.failed, result.token_ids, self.pauses.over
         for row, sequence, work_us, charge_us in zip(
             plan.rows, step.sequences, step.works_us, booked.charges_us, strict=True
         ):
             seq_id = row.seq_id
+            over(sequence, now_us)
             sequence.last_us = now_us
             sequence.work_us += work_us
             tokens: tuple[int, ...] = ()
@@ -377,7 +377,7 @@ class Scheduler:
         sequence.is_running = False
         sequence.finish_reason = reason
         sequence.ended_us = now_us
-        self.pauses.over(sequence, now_us - sequence.last_us)
+        self.pauses.over(sequence, now_us)
         sequence.num_promotions = self.policy.num_promotions(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         self.policy.leave(sequence.seq_id, now_us)

@@ -44,6 +44,17 @@ def step_us_max(config: EngineConfig, profile: StepProfile) -> int:
     return config.step_time_max_us or math.ceil(STEP_FIXED_PARTS * profile.fixed_us)
 
 
+def longest_step_us(config: EngineConfig, profile: StepProfile, context_len: int, num_device_blocks: int) -> int:
+    """The longest that any step takes by the profile, in microseconds: that of all slots decoding, with all blocks in
+    use, and of the one block of a prompt that every step has room for; or what prompt rows may make of it.
+    """
+    slots, block = config.max_batch_size, min(config.block_size, context_len)
+    num_tokens = min(slots * context_len, num_device_blocks * config.block_size)
+    decode_us = slots * profile.decode_row_us + num_tokens * profile.decode_context_us
+    block_us = profile.prefill_marginal_us(context_len - block, block)
+    return max(step_us_max(config, profile), math.ceil(profile.fixed_us + decode_us + block_us))
+
+
 class StepTimer:
     """Owns the predicted time of the step that is being picked, by team and kind of row."""
 

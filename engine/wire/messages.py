@@ -109,6 +109,8 @@ class PolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
     grant_us: int
     upload_max_us: int  # T_in of the largest sequence: the time to copy all its KV back to the device
     rate_percent: int = 100  # the part of the device's time that swapping leaves for computing
+    theta_cost_us: int | None = None  # of PolicyConfig
+    step_us_max: int | None = None  # the longest step, by the profile
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -159,8 +161,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     num_promotions: int = 0
     work_us: int = 0  # stand-alone work: what its tokens would have taken alone on the device
     overhead_us: int = 0  # the part of device_us for copies and replays that its team caused
-    longest_pause_us: int = 0  # the longest time without a step, from arrival on
-    pause_bound_us: int = 0  # the largest bound (I8) that held when the request began to starve; 0 if it never starved
+    longest_pause_us: int = 0  # the longest gap between the ends of two steps, the first from arrival on
+    pause_bound_us: int = 0  # the largest bound (I8) of its episodes of starving; 0 if it never starved
+    pause_of_bound: float = 0.0  # of its episodes of starving, the worst gap / bound; over 1 is a broken promise
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

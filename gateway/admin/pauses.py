@@ -89,6 +89,8 @@ class MaxPauses:
             step_cost_max_us=constants.step_cost_max_us,
             promotion_percent=constants.promotion_percent,
             grant_us=constants.grant_us,
+            theta_cost_us=constants.theta_cost_us,
+            step_us_max=constants.step_us_max,
         )
         full, empty = (
             pause_bound_us(

@@ -184,6 +184,7 @@ class MeteredPolicy:
             team.totals["served_us"] += team.step_cost
             team.step_cost = team.step_overhead = team.step_decode = 0
         self._rows = rows
+        self._promotions.step_us = time.predicted_us
         self._levels.charge(rows, now_us, self._promotions)
         if self._is_coast_on:
             self._note_works(rows)

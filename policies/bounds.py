@@ -16,6 +16,7 @@ from fractions import Fraction
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
 
+GRANT_TIME_PARTS = 4  # a grant of G of work is over when the steps in which it was used have taken this many times G
 _WHOLE = 100  # promotion_percent is in percent
 
 
@@ -90,6 +91,7 @@ class PauseTerms:
     total: int  # of all weights
     percent: int  # eta
     rate_percent: int  # R
+    turn_us: int  # the longest that one grant takes in time, once it may run
 
     def bound_us(self, num_grants: int, grants_us: int | None = None, held_us: int | None = None) -> int:
         """The longest pause behind so many grants, which give `grants_us` of work, when the budget holds `held_us`.
@@ -101,7 +103,7 @@ class PauseTerms:
         # In hundredths of a microsecond over `percent` and the like, each rounded up by itself.
         funding_us = -(-missing_us * _WHOLE * self.total // (self.percent * self.weight))
         serving_us = -(-ahead_us * _WHOLE * self.total // (self.rate_percent * self.weight))
-        return self.base_us + max(funding_us, serving_us)
+        return self.base_us + max(funding_us, serving_us, num_grants * self.turn_us)
 
 
 def pause_terms(
@@ -130,7 +132,8 @@ def pause_terms(
     crowd = -(-(sigmas + step) * _WHOLE * _WHOLE // ((_WHOLE - percent) * rate_percent))
     base = team.starving_after_us + -(-lockout.numerator // lockout.denominator) + crowd + upload_us
     base += 2 * config.longest_step_us
-    return PauseTerms(base, grant, step, team.weight, total, percent, rate_percent)
+    turn = GRANT_TIME_PARTS * grant + config.longest_step_us
+    return PauseTerms(base, grant, step, team.weight, total, percent, rate_percent, turn)
 
 
 def pause_bound_us(

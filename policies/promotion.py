@@ -2,8 +2,9 @@
 
 A sequence *starves* when its last step ended at least its team's `starving_after` (alpha) ago. It joins its team's
 promotion queue, first in, first out. The head gets a *grant* of G as soon as the team's *budget* b holds that much and
-no other grant of the team is open. With a grant it stands in lane P, above level 0, until it has done G of work there
-or ends; then it is back at its level and place, with its quantum as it was. Any step, also one it got without a grant,
+no other grant of the team is open. With a grant it stands in lane P, above level 0, until it has done G of work there,
+its steps there have taken 4 G, or it ends; then it is back at its level and place, with its quantum as it was. The
+limit in time keeps the next in the queue from waiting for eight decode steps that long prompts of others fill. Any step, also one it got without a grant,
 takes it off the queue and starts its wait anew.
 
 A budget is a token bucket of work. It refills at rho = eta * weight / (sum of configured weights), in work-microseconds
@@ -28,6 +29,7 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
 from policies.accounts import RankedSequence, TeamShare, was_taken
+from policies.bounds import GRANT_TIME_PARTS
 from policies.config import PolicyConfig
 from policies.sequences import Starving
 
@@ -90,6 +92,7 @@ class Promotions:
         self._to_look: dict[Budget, None] = {}  # budgets whose queue has a new head
         self._funded: list[tuple[int, int, Budget]] = []  # when a budget with a queue holds a grant
         self._begun_us = 0  # when the present step began
+        self.step_us = 0  # how long the step that is being booked took, by the profile
         self._granted: dict[RankedSequence, None] = {}  # with an open grant
         self._held_back: dict[RankedSequence, None] = {}  # of these, those that waited for their own team
 
@@ -255,7 +258,7 @@ class Promotions:
         budget.refill(self._begun_us)
         budget.amount -= work_us * budget.unit
         sequence.team.totals["promoted_us"] += work_us
-        sequence.grant_left -= work_us
+        sequence.grant_left -= max(work_us, self.step_us // GRANT_TIME_PARTS)
         if sequence.grant_left <= 0:
             sequence.team.levels.end_grant(sequence)
             self._close(sequence)

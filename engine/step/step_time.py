@@ -26,7 +26,7 @@ from engine.plan import Row
 from engine.request import Sequence
 from policies.cost import StepProfile
 from policies.policy import Policy
-from policies.sequences import AS_SERVED, StepTime
+from policies.sequences import StepTime
 
 CHUNK_FIXED_PARTS = 10  # a prompt row takes at most so many times the fixed part of a step
 STEP_FIXED_PARTS = 45  # and a step so many times
@@ -112,9 +112,10 @@ class StepTimer:
             if row.is_decode:
                 team_id = sequence.request.team_id
                 own_us[team_id] = own_us.get(team_id, 0.0) + us
-        if not own_us:
-            return AS_SERVED
         fixed_us = self._profile.fixed_us
+        if not own_us:
+            predicted_us = max(1, round(fixed_us + sum(marginals_us)))
+            return StepTime(predicted_us, predicted_us)
         predicted_us, decode_us = round(fixed_us + sum(marginals_us)), round(fixed_us + sum(own_us.values()))
         if not self._is_strict:
             return StepTime(predicted_us, decode_us)

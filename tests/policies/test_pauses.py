@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.bounds import pause_bound_us
+from policies.bounds import PauseTerms, pause_terms
 from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
 from tests.support.policies.driver import UNIT, Driver, Job, config
@@ -67,14 +67,16 @@ class Crowd:
         else:
             self.driver.at(self.driver.now + self.source.randint(0, 2), lambda: self._add_short(job.team))
 
-    def bound(self, team: int, num_ahead: int) -> Fraction:
-        """The printed bound in units."""
-        return Fraction(pause_bound_us(self.settings, self.table, team, num_ahead, 0), UNIT)
+    def terms(self, team: int) -> PauseTerms:
+        """What the bound is made of."""
+        terms = pause_terms(self.settings, self.table, team, 0)
+        assert terms is not None
+        return terms
 
 
 @dataclass
 class Pause:
-    """One that was long enough to starve: how long it was, and what was promised when it began to starve."""
+    """An episode of starving: the gap between the ends of two steps, and what was promised when it began."""
 
     length: int
     bound: Fraction
@@ -99,7 +101,7 @@ def pauses_of(crowd: Crowd, until: int) -> list[Pause]:
             team = driver.live[seq_id].team
             if seq_id not in promised and driver.now - since[seq_id] >= crowd.alpha:
                 ahead = sum(driver.jobs[other].team == team for other in promised)
-                promised[seq_id] = crowd.bound(team, ahead)
+                promised[seq_id] = Fraction(crowd.terms(team).bound_us(0), UNIT)  # of the holder of a grant
                 sequence = driver.policy._sequences[seq_id]
                 if is_promoting and not sequence.grant_left:  # one with a grant is not queued again
                     expected[seq_id] = ahead
@@ -110,12 +112,18 @@ def pauses_of(crowd: Crowd, until: int) -> list[Pause]:
 
     driver.between = look
     while driver.now < until:
-        start, before = driver.now, {seq_id: len(job.starts) for seq_id, job in driver.jobs.items()}
+        before = {seq_id: len(job.starts) for seq_id, job in driver.jobs.items()}
         driver.step()
-        assert {starving.seq_id: starving.num_ahead for starving in driver.starving} == expected
+        assert [starving.seq_id for starving in driver.starving] == list(expected)
+        for one in driver.starving:
+            # The holder of a grant counts once it waits as long, whoever of the two began to wait first.
+            assert one.num_ahead - expected[one.seq_id] in (0, 1)
+            terms = crowd.terms(driver.jobs[one.seq_id].team)
+            assert one.grants_us >= 0 and one.held_us >= -crowd.longest * UNIT
+            promised[one.seq_id] = Fraction(terms.bound_us(one.num_grants, one.grants_us, one.held_us), UNIT)
         for seq_id, job in driver.jobs.items():
             if len(job.starts) > before.get(seq_id, 0):
-                over(seq_id, start)
+                over(seq_id, driver.now)
                 since[seq_id] = driver.now
     for seq_id in list(promised):
         over(seq_id, driver.now)

@@ -30,18 +30,19 @@ from policies.sequences import AS_SERVED, StepTime
 
 CHUNK_FIXED_PARTS = 10  # a prompt row takes at most so many times the fixed part of a step
 STEP_FIXED_PARTS = 45  # and a step so many times
+UNBOUNDED_US = 1 << 62  # where steps have no fixed part, small ones cost nothing and large ones gain nothing
 STRICT = "strict"
 ISOLATIONS = ("batch", STRICT)
 
 
 def chunk_us(config: EngineConfig, profile: StepProfile) -> int:
     """The most that a prompt row of several blocks may add to a step, in microseconds."""
-    return config.prefill_chunk_us or math.ceil(CHUNK_FIXED_PARTS * profile.fixed_us)
+    return config.prefill_chunk_us or math.ceil(CHUNK_FIXED_PARTS * profile.fixed_us) or UNBOUNDED_US
 
 
 def step_us_max(config: EngineConfig, profile: StepProfile) -> int:
     """The longest that prompt rows may make a step, in microseconds."""
-    return config.step_time_max_us or math.ceil(STEP_FIXED_PARTS * profile.fixed_us)
+    return config.step_time_max_us or math.ceil(STEP_FIXED_PARTS * profile.fixed_us) or UNBOUNDED_US
 
 
 class StepTimer:

@@ -177,7 +177,7 @@ def test_two_half_prompts_come_back_with_room_for_the_whole() -> None:
     bench, grower, half = half_prompts(9, (16, 16))
     bench.until(half[0], Status.SWAPPED)
     assert half[1].status is Status.SWAPPED and half[0].is_half and half[1].is_half
-    blocker = bench.add(12, 24, team_id=2)  # 9 blocks in the end
+    blocker = bench.add(12, 24, team_id=3)  # 9 blocks in the end
     bench.policy.order = [grower.seq_id, blocker.seq_id]
     num_back = 0
     while bench.scheduler.num_live:
@@ -197,7 +197,7 @@ def test_with_swapping_two_large_refused_ones_do_not_deadlock() -> None:
         bench = Bench(blocks=4, host=host, max_batch_size=8)
         holders = [bench.add(4, 12), bench.add(4, 12)]
         bench.step()
-        large = [bench.add(8, 4), bench.add(12, 4)]
+        large = [bench.add(8, 4), bench.add(12, 4, team_id=1)]
         reserved: list[int | None] = [None]
         for _ in range(300):
             if not bench.scheduler.num_live:
@@ -262,7 +262,7 @@ def test_when_uploads_go_out_soon_again_then_the_guards_double(num_early: int, f
 
 def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
     """17 on the host, the last of them of another team: 16 are refused one by one, and the last with all the rest."""
-    bench = Bench(blocks=20, host=40, block_size=64, max_batch_size=32, memory_preemption="reactive")
+    bench = Bench(blocks=24, host=40, block_size=64, max_batch_size=32, memory_preemption="reactive")
     small = [bench.add(1, 60, team_id=0 if index < AWAY_TRIED else 2) for index in range(AWAY_TRIED + 1)]
     bench.step()
     copies, swaps = Copies(), bench.scheduler.memory._mover
@@ -270,7 +270,7 @@ def test_when_many_are_away_a_team_that_was_not_asked_may_claim() -> None:
     moves = [Move("out", one.seq_id, one.request.team_id) for one in small]
     swaps._carry_out(moves, copies, bench.scheduler.num_steps)
     bench.step(done=[copy.copy_id for copy in copies.out])
-    large = bench.add(20 * 64 - 40, 40, team_id=1)  # the whole device
+    large = bench.add(24 * 64 - 40, 40, team_id=1)  # the whole device
     bench.policy.order = [large.seq_id]
     bench.until(large, Status.RUNNING)
     asked: list[set[int]] = []

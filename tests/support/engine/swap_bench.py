@@ -113,13 +113,13 @@ def dropped_pair() -> tuple[Bench, Sequence, Sequence]:
 
 def half_prompts(device: int, prompts: tuple[int, ...]) -> tuple[Bench, Sequence, list[Sequence]]:
     """A decoding sequence, and others that have two chunks of their prompts; one slot, which the first takes from now
-    on, growing into the others' blocks.
+    on, growing into the others' blocks. Each is of a team of its own.
     """
     bench = Bench(blocks=device, host=20, max_batch_size=1, prefill_chunk_tokens=4, swap_benefit=1000)
     grower = bench.add(4, 4 * device - 4)
     half = []
-    for prompt in prompts:
-        half.append(bench.add(prompt, 4, team_id=1))
+    for team_id, prompt in enumerate(prompts, 1):  # a team's second would wait for its first
+        half.append(bench.add(prompt, 4, team_id=team_id))
         bench.policy.order = [half[-1].seq_id]
         bench.step(), bench.step()
     bench.policy.order = [grower.seq_id]

@@ -40,7 +40,7 @@ class Bench:
         defaults: dict[str, int | str] = {"block_size": 4, "max_batch_size": 4, "swap_min_run_steps": 0}
         config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, self.policy, UNIT_PROFILE, blocks, num_host_blocks=host, block_copy_us=10.0)
-        self.scheduler.configure([TeamTerms(team_id) for team_id in range(3)], 0)
+        self.scheduler.configure([TeamTerms(team_id) for team_id in range(4)], 0)
         self.now_us = 0
         self.held: list[int] = []  # copies to report with the next `apply`
         self.total_us = 0

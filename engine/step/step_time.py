@@ -20,7 +20,7 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Run
 
-from engine.config import EngineConfig
+from engine.config import STRICT, EngineConfig
 from engine.memory.holding import Place
 from engine.plan import Row
 from engine.request import Sequence
@@ -31,8 +31,6 @@ from policies.sequences import AS_SERVED, StepTime
 CHUNK_FIXED_PARTS = 10  # a prompt row takes at most so many times the fixed part of a step
 STEP_FIXED_PARTS = 45  # and a step so many times
 UNBOUNDED_US = 1 << 62  # where steps have no fixed part, small ones cost nothing and large ones gain nothing
-STRICT = "strict"
-ISOLATIONS = ("batch", STRICT)
 
 
 def chunk_us(config: EngineConfig, profile: StepProfile) -> int:

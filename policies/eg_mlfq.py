@@ -151,8 +151,11 @@ class EgMlfq(MeteredPolicy):
         if widths is None or not rivals:
             return None
         least = min([rival.lag - rival.provisional for rival, _ in rivals])
-        slack = (least + widths.theta - team.lag + team.provisional) // team.unit
-        return max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
+        behind = least + widths.theta - team.lag + team.provisional
+        return max(
+            0,
+            behind // team.unit + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]),
+        )
 
     def leave_prompts(self, team_id: int) -> None:
         self._pass_over(team_id, has_token)

@@ -19,7 +19,7 @@ from engine.step.scheduler import Scheduler
 from engine.wire.messages import StepDone
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
-from policies.sequences import Overhead, Served, Starving
+from policies.sequences import AS_SERVED, Overhead, Served, Starving, StepTime
 from tests.support.simulation.pressure import Rig
 
 IDS = ("I1", "I2", "I5", "I6", "I12", "I13", "I15", "O17", "O17b", "charges", "crash")
@@ -90,7 +90,9 @@ class WatchedPolicy(EgMlfq):
             self.landed[seq_id] = self._scheduler().num_steps
         super().protect(seq_id, num_steps)
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
         costs: dict[int, int] = {}
         for row in served:
             team_id = self._sequences[row.seq_id].team.team_id
@@ -101,7 +103,7 @@ class WatchedPolicy(EgMlfq):
         row_us = max((row.cost_us for row in served), default=0)
         billed_us = max((overhead.cost_us for overhead in overheads), default=0)
         self._outcome.largest_us = max(self._outcome.largest_us, row_us + billed_us)
-        super().settle(served, now_us, overheads)
+        super().settle(served, now_us, overheads, time)
         self._look_at_lags(costs, costs.keys() | {overhead.team_id for overhead in overheads})
 
     def _look_at_lags(self, costs: dict[int, int], served: set[int]) -> None:

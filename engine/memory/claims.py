@@ -11,7 +11,6 @@ from engine.memory.view import MemoryView
 from engine.request import Sequence
 from policies.policy import Policy
 
-
 CUTS_MAX = 4  # a replay that was lost so often runs to its end
 
 

@@ -103,9 +103,9 @@ class Mover:
 
     def _is_idle(self, ran_last: Collection[Sequence]) -> bool:
         """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
-        return not (self.needs or self.view.away or self._starts.holder) and self._memory.device.num_free > len(ran_last) * (
-            1 + len(self.view.half) * self._chunk_blocks
-        )
+        return not (self.needs or self.view.away or self._starts.holder) and self._memory.device.num_free > len(
+            ran_last
+        ) * (1 + len(self.view.half) * self._chunk_blocks)
 
     def plan(self, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""

@@ -23,7 +23,6 @@ import msgspec
 from engine.memory.moves import Away, Holder, Move, Need, Pools, Resident
 from policies.sequences import Turn
 
-
 _NOBODY = -2  # no sequence's id, and not -1, which is room for no sequence in particular
 
 

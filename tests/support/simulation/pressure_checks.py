@@ -208,7 +208,7 @@ def time_of_row(scheduler: Scheduler, policy: EgMlfq, sequence: BatchSequence) -
         lags = {t: teams[t].lag - teams[t].provisional for t in (*parts, team_id)}
         ahead = (min(lags[t] for t in parts) + widths.theta - lags[team_id]) / teams[team_id].unit
         left_us = max(0.0, step_us * own_us / (step_us - own_us) + ahead) - prompts_us
-    # As much for rounding: each row and part is a whole microsecond, and a team has at most four times another's weight.
+    # As much for rounding: rows and parts are whole microseconds, and a team has at most four times another's weight.
     left_us -= 5 * (len(rows) + len(parts) + 5)
     cap_us = timer._step_us_max - profile.fixed_us - all_us - len(rows) - 5
     prompt_len, chunk = len(sequence.request.prompt_token_ids), config.prefill_chunk_tokens

@@ -102,10 +102,12 @@ class Mover:
         return self._num_tried == AWAY_TRIED
 
     def _is_idle(self, ran_last: Collection[Sequence]) -> bool:
-        """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
-        return not (self.needs or self.view.away or self._starts.holder) and self._memory.device.num_free > len(
-            ran_last
-        ) * (1 + len(self.view.half) * self._chunk_blocks)
+        """Nothing was refused, nobody is away or holds the reservation, and blocks are plenty: there is nothing to
+        plan.
+        """
+        if self.needs or self.view.away or self._starts.holder is not None:
+            return False
+        return self._memory.device.num_free > len(ran_last) * (1 + len(self.view.half) * self._chunk_blocks)
 
     def plan(self, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""
@@ -341,10 +343,10 @@ class Mover:
     def _ask_for_holder(self) -> None:
         """A new holder of the reservation is among `needs`, also when its last step was closed to all new ones."""
         holder = self._starts.holder
-        if holder is not None and not holder.memory.is_started:
-            if not any(need.seq_id == holder.seq_id for need in self.needs):
-                num_blocks = holder.memory.num_wanted = holder.memory.num_claim
-                self.needs.append(Need(holder.seq_id, holder.request.team_id, Kind.START, num_blocks))
+        if holder is None or holder.memory.is_started or any(need.seq_id == holder.seq_id for need in self.needs):
+            return
+        num_blocks = holder.memory.num_wanted = holder.memory.num_claim
+        self.needs.append(Need(holder.seq_id, holder.request.team_id, Kind.START, num_blocks))
 
     def _holder(self) -> Holder | None:
         """The holder of the reservation, and which teams with KV on the device are ahead of its team."""

@@ -2,9 +2,6 @@
 
 For `engine.memory.planner`, which says for whom and under which guards. Each way to make room has its method:
 
-The leader may go for the holder of the reservation alone, if its team is over the gate as seen from the holder's team, and
-only when the others do not free enough.
-
 | method | who may go | when not all can be freed | may drop KV |
 |---|---|---|---|
 | `make_room_for_growth` | those that rank behind | what the link has room for goes | yes |
@@ -12,6 +9,9 @@ only when the others do not free enough.
 | `make_room_for_claim` | of these, those whose move pays (G1) | nobody goes | no |
 | `make_room_ahead` | the idle ones whose move pays (G1) | the others go | no |
 | `make_room_at_any_cost` | everybody, whatever the guards say | nobody goes | yes |
+
+The leader goes, after all others, for the holder of the reservation alone, and only if the gate would hold its team back
+for the holder's.
 """
 
 from collections.abc import Callable, Collection, Sequence

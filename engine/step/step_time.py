@@ -2,7 +2,8 @@
 
 A prompt lengthens the step of everybody in it, so its rows have three bounds in time:
 
-* a row of one sequence takes at most `chunk_us`, or a block if that takes longer;
+* a row of one sequence takes at most `chunk_us`, or a block if that takes longer; so does a row of a replay, which has
+  no other bound;
 * a step takes at most `step_us_max`: no prompt row is added beyond that, but for a first one of a block;
 * all prompt rows of a team take at most what the policy leaves them (`policies.prompt_time`), beside the rows of other
   teams that get a token from this step.
@@ -117,7 +118,7 @@ class StepTimer:
         memory, team_id = sequence.memory, sequence.request.team_id
         start = memory.num_computed
         if start < memory.replay_to:
-            return end
+            return self._chunk_end(start, end)
         if sequence.output_token_ids:
             if self._is_strict and self.is_limited and not self._may_decode(sequence, end):
                 self.has_left_out = True
@@ -209,13 +210,12 @@ class StepTimer:
             self._open()
         start = sequence.memory.num_computed
         marginal_us = self._profile.prefill_marginal_us
-        block_us = math.ceil(marginal_us(start, self._block - start % self._block))
-        end = self._fit(start, end, max(self._chunk_us, block_us))
+        end = self._chunk_end(start, end)
         if not self.is_limited:
             return end
         room_us = self._step_us_max - self._fixed_us - self._total_us
         if not self._has_prompt:
-            room_us = max(room_us, block_us)
+            room_us = max(room_us, self._block_us(start))
         left_us = self._left_us(sequence.request.team_id)
         if left_us is not None:
             room_us = min(room_us, left_us)
@@ -226,6 +226,16 @@ class StepTimer:
         if cut > start and not (is_share_short and marginal_us(start, self._least_tokens) > room_us):
             return cut
         return start
+
+    def _chunk_end(self, start: int, end: int) -> int:
+        """Up to which token a row of prompt or replay from `start` may go at the most: as far as `chunk_us` allows, or
+        to the end of its block.
+        """
+        return self._fit(start, end, max(self._chunk_us, self._block_us(start)))
+
+    def _block_us(self, start: int) -> int:
+        """Of the rest of the block that `start` is in."""
+        return math.ceil(self._profile.prefill_marginal_us(start, self._block - start % self._block))
 
     def _fit(self, start: int, end: int, room_us: int) -> int:
         """The last end of a block, or `end`, that a row from `start` reaches in `room_us`; `start` if there is none."""

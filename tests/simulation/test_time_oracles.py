@@ -194,7 +194,6 @@ def has_room(job: object) -> bool:
 # -- O23: a pool of about one context ---------------------------------------------------------------------------------
 
 
-@fails_today
 @pytest.mark.case("O23")
 @pytest.mark.parametrize("host_mib", [4096, 0])
 def test_when_one_answer_holds_the_pool_chat_still_starts(host_mib: int) -> None:
@@ -206,7 +205,6 @@ def test_when_one_answer_holds_the_pool_chat_still_starts(host_mib: int) -> None
     assert seconds(ttfts_us[-1]) <= 10
 
 
-@fails_today
 @pytest.mark.case("O23")
 def test_when_a_giant_waits_for_the_whole_pool_chat_still_starts() -> None:
     clients: list[Client] = [

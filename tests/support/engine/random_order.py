@@ -99,6 +99,9 @@ class RandomOrder:
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         return sorted(team_ids)
 
+    def ahead_of(self, team_ids: Iterable[int], team_id: int) -> set[int]:
+        return set()
+
     def is_band_wide(self) -> bool:
         return False
 

@@ -146,6 +146,9 @@ class ArrivalOrder:
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         return sorted(team_ids)
 
+    def ahead_of(self, team_ids: Iterable[int], team_id: int) -> set[int]:
+        return set()
+
     def is_band_wide(self) -> bool:
         return self.is_wide
 
@@ -166,7 +169,9 @@ class ArrivalOrder:
 
 
 class Engine:
-    """A core over a simulated runner on a virtual clock, with everything it consists of in reach."""
+    """A core over a simulated runner on a virtual clock, with everything it consists of in reach. Without host blocks
+    KV stays, unless `settings` say otherwise.
+    """
 
     def __init__(
         self,
@@ -184,7 +189,10 @@ class Engine:
         pauses: Pauses | None = None,
         **settings: int | str,
     ) -> None:
-        self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
+        defaults = {"kind": "sim", "block_size": 16, "max_batch_size": 4}
+        if not host_blocks:
+            defaults["memory_preemption"] = "none"
+        self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.clock = clock or VirtualClock()
         self.policy = policy or ArrivalOrder()
         self.scheduler = Scheduler(

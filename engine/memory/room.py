@@ -10,8 +10,8 @@ For `engine.memory.planner`, which says for whom and under which guards. Each wa
 | `make_room_ahead` | the idle ones whose move pays (G1) | the others go | no |
 | `make_room_at_any_cost` | everybody, whatever the guards say | nobody goes | yes |
 
-The leader goes, after all others, for the holder of the reservation alone, and only if the gate would hold its team back
-for the holder's.
+The leader goes, after all others, for the holder of the reservation alone, and only if the gate would hold its team
+back for the holder's.
 """
 
 from collections.abc import Callable, Collection, Sequence

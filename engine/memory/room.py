@@ -2,7 +2,7 @@
 
 For `engine.memory.planner`, which says for whom and under which guards. Each way to make room has its method:
 
-| method | who may go | when not all can be freed | may drop KV |
+| method | who may go | when not all can be freed | may drop KV where it could be swapped |
 |---|---|---|---|
 | `make_room_for_growth` | those that rank behind | what the link has room for goes | yes |
 | `make_room_for_holder` | those that rank behind | what the link has room for goes | no |

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Run
 
 from engine.config import STRICT, EngineConfig
-from engine.memory.holding import Place
+from engine.memory.manager import Place
 from engine.plan import Row
 from engine.request import Sequence
 from policies.cost import StepProfile

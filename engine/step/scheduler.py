@@ -230,6 +230,7 @@ class Scheduler:
             slots_left -= 1
             if is_newcomer:
                 memory.started()
+        timer.end()
         self._change_slots(picked.sequences)
         return picked
 

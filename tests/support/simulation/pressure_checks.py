@@ -184,7 +184,8 @@ def time_of_row(scheduler: Scheduler, policy: EgMlfq, sequence: BatchSequence) -
         and one.output_token_ids
         and one.num_computed >= one.memory.replay_to
     ]
-    for one in expected[: config.max_batch_size - len(taken)]:
+    slots_left = config.max_batch_size - len(taken) - 1  # one is for the row itself
+    for one in expected[:slots_left]:
         us = profile.decode_marginal_us(one.num_computed + 1)
         rows.append((one.request.team_id, us))
         all_us += us

@@ -6,8 +6,10 @@
 
 The honest team sends *streams* (8 answers of 3,000 tokens at once) or a *queue* (600 short requests at once); the
 attacker has the same weight. Loss is what the honest team gets beside a second honest team, divided by what it gets
-beside the attacker, in the seconds from 5 on: in device time charged, in output tokens, and in prompt and output
-tokens. 1 is no loss. Without options every attack is tried in every setting: 88 cells, about four minutes of CPU.
+beside the attacker, in the seconds from 5 on: in device time charged, in output tokens, in prompt and output tokens,
+and in tokens weighed by their time in a batch (`work`), which is judged beside device time: whether the window catches
+more of a queue's prompts or of its answers shifts the plain counts and loses nothing. 1 is no loss. Without options
+every attack is tried in every setting: 88 cells, about four minutes of CPU.
 """
 
 import argparse
@@ -94,7 +96,14 @@ class Got:
     device_us: int
     output_tokens: int
     tokens: int  # prompt and output
+
     rivals_us: int
+
+    @property
+    def work_us(self) -> float:
+        """Its tokens, each by its marginal time without context."""
+        profile, num_prompt = fixed_profile(), self.tokens - self.output_tokens
+        return num_prompt * profile.prefill_token_us + self.output_tokens * profile.decode_row_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +128,14 @@ class Loss:
         return self.beside_honest.tokens / max(1, self.beside_attacker.tokens)
 
     @property
+    def work(self) -> float:
+        """In tokens, each weighed by the time that it takes in a batch."""
+        return self.beside_honest.work_us / max(1.0, self.beside_attacker.work_us)
+
+    @property
     def is_within(self) -> bool:
-        """Whether device time and tokens are within the limits."""
-        return self.device <= DEVICE_LIMIT and self.tokens <= TOKENS_LIMIT[self.setting.honest]
+        """Whether device time and weighed tokens are within the limits."""
+        return self.device <= DEVICE_LIMIT and self.work <= TOKENS_LIMIT[self.setting.honest]
 
 
 def play(attack: str | None, setting: Setting) -> Got:
@@ -180,6 +194,7 @@ def row(loss: Loss) -> dict[str, Any]:
         "device": round(loss.device, 2),
         "output": round(loss.output_tokens, 2),
         "tokens": round(loss.tokens, 2),
+        "work": round(loss.work, 2),
         "honest_s": round(got.device_us / SECOND_US, 1),
         "attacker_s": round(got.rivals_us / SECOND_US, 1),
         "verdict": "ok" if loss.is_within else "over" if ATTACKS[loss.attack].is_promised else "not promised",

@@ -2,6 +2,8 @@
 
 import msgspec
 
+STRICT = "strict"
+ISOLATIONS = ("batch", STRICT)
 MODES = ("proactive", "reactive", "recompute", "none")  # of memory_preemption
 
 

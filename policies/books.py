@@ -268,6 +268,15 @@ class MeteredPolicy:
         lags = {team_id: (team := teams[team_id]).lag - team.provisional for team_id in team_ids}
         return sorted(lags, key=lambda team_id: (-lags[team_id], team_id))
 
+    def ahead_of(self, team_ids: Iterable[int], team_id: int) -> set[int]:
+        """Those whose lag is more than Theta above that of `team_id`."""
+        meter = self._meter
+        if meter.widths is None:
+            return set()
+        teams = meter.teams
+        limit = (team := teams[team_id]).lag - team.provisional + meter.widths.theta
+        return {other for other in team_ids if (team := teams[other]).lag - team.provisional > limit}
+
     def is_band_wide(self) -> bool:
         """Two able teams' lags may differ by 2 Theta + 4u, not only by Theta + 2u."""
         return self._meter.is_short

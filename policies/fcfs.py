@@ -2,7 +2,7 @@
 test: a team that sends more gets more.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from policies.accounts import RankedSequence, may_fit, was_taken
@@ -53,16 +53,19 @@ class Fcfs(MeteredPolicy):
             self._top = next(self._walk, None)
 
     def leave_prompts(self, team_id: int) -> None:
-        self._walk = filter(lambda sequence: sequence.has_generated or sequence.team.team_id != team_id, self._walk)
-        self._top = next(self._walk, None)
-
-    def leave_team(self, team_id: int) -> None:
-        self._walk = filter(lambda sequence: sequence.team.team_id != team_id, self._walk)
-        self._top = next(self._walk, None)
+        self._pass_over(lambda sequence: sequence.has_generated or sequence.team.team_id != team_id)
 
     def leave_new(self, team_id: int) -> None:
-        self._walk = filter(lambda sequence: sequence.step or sequence.team.team_id != team_id, self._walk)
-        self._top = next(self._walk, None)
+        self._pass_over(lambda sequence: sequence.step > 0 or sequence.team.team_id != team_id)
+
+    def leave_team(self, team_id: int) -> None:
+        self._pass_over(lambda sequence: sequence.team.team_id != team_id)
+
+    def _pass_over(self, may_stay: Callable[[RankedSequence], bool]) -> None:
+        """Only those that `may_stay` are offered in what is left of this step."""
+        self._walk = filter(may_stay, self._walk)
+        if self._top is not None and not may_stay(self._top):
+            self._top = next(self._walk, None)
 
     def refuse_away(self) -> None:
         """Pass over them."""

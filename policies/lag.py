@@ -142,9 +142,7 @@ class LagMeter:
             away, credit = self._virtual_time - team.left_at, least - team.lag
             team.lag = max(team.lag - away, least)
             if self.widths is not None:
-                theta = self.widths.theta
-                if credit > 0 and away < theta:
-                    team.lag -= min(credit * (theta - away) // theta, self.widths.narrow)
+                team.lag -= max(0, min(credit, self.widths.theta - away))
                 team.lag = min(team.lag, max(most, least + self.widths.band))
             # Where teams cannot run, the newcomer may change which ones the band is taken over.
             self._band = None if self.num_refused else (min(least, team.lag), max(most, team.lag))

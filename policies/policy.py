@@ -126,6 +126,11 @@ class Policy(Protocol):
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         """These teams, all with live sequences, from the most over-served to the least. Changes nothing."""
 
+    def ahead_of(self, team_ids: Iterable[int], team_id: int) -> set[int]:
+        """Of these teams, all with live sequences, those that the gate would hold back for `team_id`: each is further
+        ahead of it than the gate allows. Empty when there is no gate. Changes nothing.
+        """
+
     def is_band_wide(self) -> bool:
         """Lags of able teams may differ by twice as much as ever: sequences are, or were lately, refused for blocks."""
 

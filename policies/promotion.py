@@ -42,6 +42,7 @@ class Budget:
 
     __slots__ = (
         "amount",
+        "funded_us",
         "has_grant",
         "is_awaited",
         "is_held_back",
@@ -59,6 +60,7 @@ class Budget:
         self.has_grant = False  # one is open
         self.is_held_back = False  # its latest grant came back because nothing new of the team may start
         self.is_awaited = False  # the time when it holds a grant is in `Promotions._funded`
+        self.funded_us = 0  # that time
         self.unit = 0  # 0: never configured; then it starts full
         self.rate = 0  # what flows in during a microsecond
         self.top = 0  # sigma
@@ -241,9 +243,11 @@ class Promotions:
         if not head.is_exhausted:
             head.is_exhausted = True
             budget.team.totals["exhausted"] += 1
-        if not budget.is_awaited and budget.top >= grant_us * budget.unit:
-            budget.is_awaited = True
-            heappush(self._funded, (now_us - (-missing // budget.rate), budget.team.team_id, budget))
+        if budget.top >= grant_us * budget.unit:
+            funded_us = now_us - (-missing // budget.rate)
+            if not budget.is_awaited or funded_us < budget.funded_us:  # a head that needs what is left of a grant
+                budget.is_awaited, budget.funded_us = True, funded_us
+                heappush(self._funded, (funded_us, budget.team.team_id, budget))
 
     def end_starving(self, sequence: RankedSequence) -> None:
         """A step was run without a grant by one that starved: its wait begins anew."""

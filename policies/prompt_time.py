@@ -29,5 +29,4 @@ def even_prompt_us(step_us: int, weight: int, others: Collection[tuple[int, int]
             break
         rest -= part_us
         weights -= other_weight
-    own_us = weight * rest // weights
-    return step_us * own_us // (step_us - own_us)
+    return step_us * weight * rest // (step_us * weights - weight * rest)  # f is weight * rest / weights, of D

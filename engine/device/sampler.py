@@ -93,12 +93,15 @@ def _banned(draw: Draw, num_tokens: int) -> list[int]:
 
 def _sample_row(logits: torch.Tensor, draw: Draw, greedy_id: int) -> int:
     sampling = draw.sampling
+    plain = logits.float()
+    # Which logits are largest is read from the logits themselves: a huge temperature makes different ones equal.
+    if 0 < sampling.top_k < plain.numel():
+        plain = _keep_largest(plain, sampling.top_k)
     # Subtract the peak first, so that a tiny temperature gives large negative numbers and never infinity - infinity.
-    scaled = (logits.float() - logits[greedy_id].float()) / float32_temperature(sampling.temperature)
-    if 0 < sampling.top_k < scaled.numel():
-        scaled = _keep_largest(scaled, sampling.top_k)
+    peak, temperature = logits[greedy_id].float(), float32_temperature(sampling.temperature)
+    scaled = (plain - peak) / temperature
     if sampling.top_p < 1:
-        scaled = _keep_largest(scaled, nucleus_size(scaled, sampling.top_p))
+        scaled = (_keep_largest(plain, nucleus_size(scaled, sampling.top_p)) - peak) / temperature
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     target = cumulative[-1] * uniform(sampling.seed, draw.position)
     chosen = int(torch.searchsorted(cumulative, target, right=True))
@@ -119,10 +122,10 @@ def nucleus_size(scaled: torch.Tensor, top_p: float) -> int:
         width = min(8 * width, scaled.numel())
 
 
-def _keep_largest(scaled: torch.Tensor, count: int) -> torch.Tensor:
+def _keep_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Mask all logits but the `count` largest. Among equal logits at the edge, those of lower ids stay."""
-    edge = scaled.topk(count).values[-1]
-    above = scaled > edge
-    ties = scaled == edge
+    edge = logits.topk(count).values[-1]
+    above = logits > edge
+    ties = logits == edge
     kept = above | (ties & (ties.cumsum(dim=-1) <= count - above.sum()))
-    return scaled.masked_fill(~kept, -math.inf)
+    return logits.masked_fill(~kept, -math.inf)

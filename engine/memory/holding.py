@@ -48,8 +48,10 @@ class Holding:
     num_promised: int = 0  # of a half-computed prompt on the device: what the rest of the prompt will take
     num_wanted: int = 0  # device blocks that the sequence wanted when it was last refused
     num_refusals: int = 0  # steps since it last ran in which its own blocks did not fit
+    num_held: int = 0  # times that it lost the reservation because its time was up, since it last started
     num_closed_before: int = 0  # steps that were closed to newcomers before the sequence came
     replay_to: int = 0  # tokens that had KV when it was dropped; they are computed again without sampling
+    num_cuts: int = 0  # times that the KV was lost before it was whole, since it was last whole
     displaced_by: int | None = None  # the team that pays for the way back, while the KV is away or computed again
     displaced_for: int = -1  # the sequence that room was made for
     num_swaps: int = 0  # moves to the host

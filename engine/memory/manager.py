@@ -62,12 +62,12 @@ class MemoryManager:
         num_host_blocks: int,
         block_copy_us: float,
     ) -> None:
-        """`block_copy_us` is the time of one block's copy, one way. Without a host pool KV can be taken back only in
-        the mode "recompute"; else it is as in the mode "none".
+        """`block_copy_us` is the time of one block's copy, one way. Without a host pool nothing can be swapped: KV is
+        taken back as in the mode "recompute".
         """
         self.mode = config.memory_preemption  # the one that is in force
-        if num_host_blocks <= 0 and self.mode != "recompute":
-            self.mode = "none"
+        if num_host_blocks <= 0 and self.mode != "none":
+            self.mode = "recompute"
         if self.mode in ("none", "recompute"):
             num_host_blocks = 0
         self._policy, self._profile = policy, profile
@@ -142,7 +142,7 @@ class MemoryManager:
 
     def configure(self, teams: Collection[TeamTerms]) -> None:
         """The table of teams is this from now on."""
-        self._mover.configure(teams)
+        self._starts.configure(teams)
 
     def hold(self, request: Request) -> Holding:
         """What the memory keeps for a new sequence. The request fits the pool alone."""

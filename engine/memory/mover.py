@@ -14,7 +14,7 @@ from engine.memory.billing import Bills, Cause
 from engine.memory.claims import make_claims_fit
 from engine.memory.holding import Place
 from engine.memory.min_runs import MinRuns
-from engine.memory.moves import Copies, Kind, Move, Need
+from engine.memory.moves import Copies, Holder, Kind, Move, Need
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import Flight, KVMemory, LinkBudget
 from engine.memory.starts import Starts
@@ -23,7 +23,6 @@ from engine.plan import BlockCopy, Row, StepPlan, StepResult
 from engine.request import Sequence
 from policies.cost import StepProfile
 from policies.policy import Policy
-from policies.sequences import TeamTerms
 
 COPY_DEADLINE_US = 30_000_000  # a copy that takes longer is lost
 _PLENTY = 4  # free blocks for each running sequence; above, the reserve is not looked at
@@ -62,7 +61,6 @@ class Mover:
         self.view = MemoryView(config, profile, memory, self._planner)
         self.needs: list[Need] = []  # of the step being picked, or of the last one
         self.blocked: dict[int, Sequence] = {}  # started, or dropped, and refused in that step, one by one
-        self._weights: dict[int, int] = {}  # of the teams in the table
         self.num_dropped = 0
         self.num_forced = 0  # times that nothing could run, and room was made whatever the guards say
         self.grew: dict[int, int] = {}  # blocks taken in the last step, by team
@@ -104,10 +102,12 @@ class Mover:
         return self._num_tried == AWAY_TRIED
 
     def _is_idle(self, ran_last: Collection[Sequence]) -> bool:
-        """Nothing was refused, nobody is away and blocks are plenty: there is nothing to plan."""
-        return not (self.needs or self.view.away) and self._memory.device.num_free > len(ran_last) * (
-            1 + len(self.view.half) * self._chunk_blocks
-        )
+        """Nothing was refused, nobody is away or holds the reservation, and blocks are plenty: there is nothing to
+        plan.
+        """
+        if self.needs or self.view.away or self._starts.holder is not None:
+            return False
+        return self._memory.device.num_free > len(ran_last) * (1 + len(self.view.half) * self._chunk_blocks)
 
     def plan(self, ran_last: Collection[Sequence], num_steps: int, now_us: int) -> Copies:
         """Move what should be moved before the next step."""
@@ -116,16 +116,17 @@ class Mover:
         policy = self._policy
         self._now_us = now_us
         copies = Copies()
-        drops = make_claims_fit(self._starts, self.view, policy, self._weights)
+        self._ask_for_holder()
+        drops = make_claims_fit(self._starts, self.view, policy)
         self._carry_out(drops, copies, num_steps)
-        needs = [need for need in self.needs if self._is_still(need)]
+        holder = self._holder()
+        needs = [need for need in self.needs if self._is_still(need, holder)]
         reserve = self.view.reserve(ran_last)
         pools = self.view.pools(reserve, self._link.left_us(now_us))
         ahead = reserve + min(pools.promised, len(self.view.half) * self._chunk_blocks)
         is_short = self._memory.device.num_free + self._memory.num_incoming < ahead
         if not (needs or is_short or (self.view.away and self._mode == "proactive")):
             return copies
-        holder = self._starts.holder
         # While more are refused than a plan finds room for, nobody comes back ahead of its turn.
         most = 2 * self._slots if self._num_tried < AWAY_TRIED else 0
         frontier = self.view.frontier((need.seq_id for need in needs), most)
@@ -142,11 +143,13 @@ class Mover:
             needs,
             turns,
             step_us=self._step_us,
-            holder=holder.seq_id if holder is not None else None,
+            holder=holder,
             grower_team=max(self.grew, key=lambda team: (self.grew[team], -team), default=None),
             over_served=policy.over_served,
         )
         self._carry_out(moves, copies, num_steps)
+        if holder is not None and any(move.for_seq == holder.seq_id for move in (*drops, *moves)):
+            self._starts.note_progress()
         return copies
 
     def force(self, num_steps: int, now_us: int) -> Copies | None:
@@ -155,7 +158,6 @@ class Mover:
         needs = [*self.needs, *self._unasked()]
         if not needs:
             return None
-        holder = self._starts.holder
         residents, away = self.view.sequences(self.view.away.values())
         turns = policy.turns({view.seq_id for group in (residents, away, needs) for view in group}, self._slots, now_us)
         moves = self._planner.force(
@@ -164,7 +166,7 @@ class Mover:
             away,
             needs,
             turns,
-            holder=holder.seq_id if holder is not None else None,
+            holder=self._holder(),
             over_served=policy.over_served,
         )
         if not moves:
@@ -230,6 +232,7 @@ class Mover:
         """The prompt is whole."""
         self.view.filled(sequence)
         sequence.memory.displaced_by = None
+        sequence.memory.num_cuts = 0
 
     def grown(self, sequence: Sequence, num_blocks: int) -> None:
         """It has taken so many blocks."""
@@ -322,17 +325,14 @@ class Mover:
         self.blocked = {}
         self.grew = {}
 
-    def configure(self, teams: Iterable[TeamTerms]) -> None:
-        """The table of teams is this from now on."""
-        self._weights = {terms.team_id: terms.weight for terms in teams}
-
     def check(self) -> None:
         """Assert that what is counted here agrees with the sequences."""
         live = self._sequences.values()
         self.view.check(live)
         self._min_runs.check(live)
         assert self.num_dropped == sum(s.memory.place is Place.LOST for s in live)
-        half = sum(blocks_for(s.num_to_fill, self._block_size) for s in self.view.half.values())
+        on_device = [s for s in self.view.half.values() if s.memory.place in (Place.DEVICE, Place.COMING_BACK)]
+        half = sum(blocks_for(s.num_to_fill, self._block_size) for s in on_device)
         assert self._starts.num_half == half <= self._memory.device.num_blocks
         flights = {flight.copy.seq_id: flight for flight in self._memory.flights.values() if not flight.is_orphan}
         for sequence in live:
@@ -340,14 +340,42 @@ class Mover:
             assert is_moving == (sequence.seq_id in flights)
         assert self._causes.keys() == self._memory.flights.keys()
 
-    def _is_still(self, need: Need) -> bool:
-        """Room would help it. Of those not started only the holder is served before it may claim."""
+    def _ask_for_holder(self) -> None:
+        """A new holder of the reservation is among `needs`, also when its last step was closed to all new ones."""
+        holder = self._starts.holder
+        if holder is None or holder.memory.is_started or any(need.seq_id == holder.seq_id for need in self.needs):
+            return
+        num_blocks = holder.memory.num_wanted = holder.memory.num_claim
+        self.needs.append(Need(holder.seq_id, holder.request.team_id, Kind.START, num_blocks))
+
+    def _holder(self) -> Holder | None:
+        """The holder of the reservation, and which teams with KV on the device are ahead of its team."""
+        sequence = self._starts.holder
+        if sequence is None:
+            return None
+        num_blocks: dict[int, int] = {}
+        for resident in self.view.resident.values():
+            team_id = resident.request.team_id
+            num_blocks[team_id] = num_blocks.get(team_id, 0) + len(resident.memory.table.blocks)
+        ahead = frozenset(self._policy.ahead_of(num_blocks, sequence.request.team_id))
+        large = frozenset(team for team in ahead if num_blocks[team] > self._starts.share_of(team))
+        return Holder(sequence.seq_id, ahead, large)
+
+    def _is_still(self, need: Need, holder: Holder | None) -> bool:
+        """Room would help it. Of those not started only the holder is served before it may claim: half-computed
+        prompts of teams ahead of its own may give way to it.
+        """
         sequence = self._sequences.get(need.seq_id)
         if sequence is None:
             return False
         if need.kind is not Kind.START:
             return sequence.memory.place is not Place.LOST
-        return self._starts.may_claim(sequence)
+        if holder is None or need.seq_id != holder.seq_id:
+            return self._starts.may_claim(sequence)
+        movable = [half for half in self.view.half.values() if half.request.team_id in holder.ahead]
+        return self._starts.may_claim_without(
+            sequence, [half for half in movable if half.memory.place is Place.DEVICE and not half.memory.is_protected]
+        )
 
     def _unasked(self) -> list[Need]:
         """What those lack that were refused when `needs` was full: perhaps the only ones that room can be made for."""
@@ -403,6 +431,7 @@ class Mover:
         sequence.memory.num_swaps += 1
         copy = self._memory.swap_out(sequence.seq_id, sequence.memory.table, sequence.num_computed)
         sequence.memory.move_to(Place.GOING_OUT)
+        self._starts.went_out(sequence)
         self._policy.set_away(sequence.seq_id, True)
         self.view.went_out(sequence)
         counts = self._bills.counts(cause.team_id, cause.victim_team)
@@ -422,6 +451,7 @@ class Mover:
         copy = self._memory.swap_in(sequence.seq_id, sequence.memory.table, self.view.wanted_to_return(sequence))
         self._starts.grown(sequence, len(sequence.memory.table.blocks))
         sequence.memory.move_to(Place.COMING_BACK)
+        self._starts.comes_back(sequence)
         self._planner.note_upload()
         self._note(copy, cause)
         counts = self._bills.counts(cause.team_id, team_id)
@@ -439,6 +469,7 @@ class Mover:
         self.view.forget(sequence)
         self._min_runs.forget(sequence)
         self._starts.leave(sequence)
+        sequence.memory.num_cuts += sequence.is_half
         sequence.memory.move_to(Place.LOST)
         sequence.memory.replay_to = max(sequence.memory.replay_to, sequence.num_computed)
         sequence.memory.num_computed = 0
@@ -462,9 +493,6 @@ class Stayer:
         return None
 
     def announce(self, ran_last: Collection[Sequence]) -> None:
-        pass
-
-    def configure(self, teams: Iterable[TeamTerms]) -> None:
         pass
 
     def overdue(self, now_us: int) -> list[Sequence]:

@@ -28,6 +28,14 @@ class Need(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """The holder of the reservation, as the planner sees it."""
+
+    seq_id: int
+    ahead: frozenset[int] = frozenset()  # teams that the gate would hold back for the holder's
+    large: frozenset[int] = frozenset()  # of these, teams that hold more than their share of the blocks
+
+
 class Resident(msgspec.Struct, frozen=True):
     """A sequence with all its KV on the device and no copy in flight."""
 

@@ -8,7 +8,8 @@ Guards, each against a way to thrash (docs/scheduling.md, "What may be moved out
 
 * G1 a move out must pay: the turn is at least gamma round trips of its own copies away. Growth of a sequence that
   already holds its KV is exempt, for it has a slot that would stay empty, but may only move out what ranks behind it.
-* G2 m steps after an upload are safe, and so is (G6) the *leader*, the resident sequence with the most work behind it.
+* G2 m steps after an upload are safe, and so is (G6) the *leader*, the resident sequence with the most work behind it,
+  but for the holder of the reservation when the leader's team is over the gate as seen from the holder's.
 * G3 the link's budget. G4 blocks kept free for the growth of the next steps. G5 gamma and m double when more than a
   tenth of the uploads are moved out again soon, and fall back slowly. G7 what comes back early must leave twice the
   reserve, what goes out leaves once.
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
+from engine.memory.moves import Away, Holder, Kind, Move, Need, Pools, Resident
 from engine.memory.room import Room
 from policies.sequences import Turn
 
@@ -80,7 +81,7 @@ class SwapPlanner:
         turns: Sequence[Turn],
         *,
         step_us: int,
-        holder: int | None = None,
+        holder: Holder | None = None,
         grower_team: int | None = None,
         over_served: Callable[[Collection[int]], Sequence[int]] = sorted,
     ) -> list[Move]:
@@ -89,13 +90,14 @@ class SwapPlanner:
         `turns` name all the needs, the residents that are not protected, and those away that may come back unasked.
         `holder` of the reservation is served first and needs no G1. `grower_team` pays for the reserve.
         """
-        room = Room(self, pools, residents, away, turns, over_served)
+        room = Room(self, pools, residents, away, turns, over_served, holder)
         asked = set()
         num_failed = 0
-        for need in sorted(needs, key=lambda need: need.seq_id != holder):
+        held_for = holder.seq_id if holder is not None else None
+        for need in sorted(needs, key=lambda need: need.seq_id != held_for):
             asked.add(need.seq_id)
             if need.seq_id not in room.gone and (num_failed < FAILURES_MAX or need.kind is Kind.GROW):
-                num_failed += not self._serve(room, need, holder)
+                num_failed += not self._serve(room, need, held_for)
         if self.mode != "proactive" or not self.can_swap:
             return room.moves
         for turn in turns:
@@ -120,7 +122,7 @@ class SwapPlanner:
         needs: Iterable[Need],
         turns: Sequence[Turn],
         *,
-        holder: int | None = None,
+        holder: Holder | None = None,
         over_served: Callable[[Collection[int]], Sequence[int]] = sorted,
     ) -> list[Move]:
         """Nothing can run: make room for the first of `needs` that room can be made for, the holder before all others.
@@ -128,19 +130,20 @@ class SwapPlanner:
         Empty when there is none.
         """
         pools = msgspec.structs.replace(pools, link_us=sys.maxsize)  # G3 does not hold either
-        for need in sorted(needs, key=lambda need: need.seq_id != holder):
-            room = Room(self, pools, residents, away, turns, over_served)
+        held_for = holder.seq_id if holder is not None else None
+        for need in sorted(needs, key=lambda need: need.seq_id != held_for):
+            room = Room(self, pools, residents, away, turns, over_served, holder)
             num_kept = 0 if need.kind is Kind.GROW else pools.promised
             if self._place(room, need, num_kept, room.make_room_at_any_cost) and room.moves:
                 return room.moves
         return []
 
-    def _serve(self, room: Room, need: Need, holder: int | None) -> bool:
+    def _serve(self, room: Room, need: Need, held_for: int | None) -> bool:
         """Bring a refused sequence back or make room for it. False: no room."""
         pools = room.pools
         if need.kind is Kind.GROW:
             return self._place(room, need, 0, room.make_room_for_growth)
-        if need.seq_id == holder:
+        if need.seq_id == held_for:
             return self._place(room, need, pools.promised, room.make_room_for_holder)
         return self._place(room, need, pools.promised + pools.reserve, room.make_room_for_claim)
 

@@ -2,13 +2,16 @@
 
 For `engine.memory.planner`, which says for whom and under which guards. Each way to make room has its method:
 
-| method | who may go | when not all can be freed | may drop KV |
+| method | who may go | when not all can be freed | may drop KV where it could be swapped |
 |---|---|---|---|
 | `make_room_for_growth` | those that rank behind | what the link has room for goes | yes |
 | `make_room_for_holder` | those that rank behind | what the link has room for goes | no |
 | `make_room_for_claim` | of these, those whose move pays (G1) | nobody goes | no |
 | `make_room_ahead` | the idle ones whose move pays (G1) | the others go | no |
 | `make_room_at_any_cost` | everybody, whatever the guards say | nobody goes | yes |
+
+The leader goes, after all others, for the holder of the reservation alone, and only if the gate would hold its team
+back for the holder's.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,8 +20,10 @@ from typing import Protocol
 
 import msgspec
 
-from engine.memory.moves import Away, Move, Need, Pools, Resident
+from engine.memory.moves import Away, Holder, Move, Need, Pools, Resident
 from policies.sequences import Turn
+
+_NOBODY = -2  # no sequence's id, and not -1, which is room for no sequence in particular
 
 
 class Costs(Protocol):
@@ -99,6 +104,7 @@ class Room:
         away: Sequence[Away],
         turns: Sequence[Turn],
         over_served: Callable[[Collection[int]], Sequence[int]],
+        holder: Holder | None = None,
     ) -> None:
         self.pools = pools
         self.free, self.incoming, self.host_free, self.link_us = (
@@ -115,6 +121,7 @@ class Room:
         self._rank = {turn.seq_id: rank for rank, turn in enumerate(turns)}
         self._enst = {turn.seq_id: turn.enst_us for turn in turns}
         self._over_served = over_served
+        self._holder = holder if holder is not None else Holder(_NOBODY)
         # Latest turn first; half-prefilled ones after the others, and what needs no copy before what does.
         rank = self._rank
         self._victims = sorted(
@@ -189,15 +196,20 @@ class Room:
         """Who may be moved out for `for_seq`, in the order they go: who ranks behind it and is not safe (G2, G6)."""
         after = self._rank.get(for_seq, -1)
         is_link_used_up = self._planner.can_swap and not self.may_copy
-        return [
+        behind = [
             victim
             for victim in self._victims
             if victim.seq_id not in self.spared
             and not victim.is_protected
-            and victim.seq_id != self._leader
             and self._rank[victim.seq_id] >= after
             and not (is_link_used_up and victim.num_dirty)
         ]
+        leader = next((victim for victim in behind if victim.seq_id == self._leader), None)
+        if leader is not None:
+            behind.remove(leader)
+            if for_seq == self._holder.seq_id and leader.team_id in self._holder.ahead:
+                behind.append(leader)
+        return behind
 
     def _worth_moving(self, victims: list[Resident]) -> list[Resident]:
         """G1."""
@@ -341,7 +353,11 @@ class Room:
                 self.free += victim.num_blocks
 
     def _book(self, kind: str, sequence: Resident | Away, payer: _Payer) -> None:
-        self.moves.append(Move(kind, sequence.seq_id, payer.team_id, payer.for_seq))
+        """A team that is ahead and holds more than its share of the blocks pays itself for what goes for the holder."""
+        team_id = payer.team_id
+        if payer.for_seq == self._holder.seq_id and sequence.team_id in self._holder.large:
+            team_id = sequence.team_id
+        self.moves.append(Move(kind, sequence.seq_id, team_id, payer.for_seq))
 
 
 def _has_blocks(victims: Collection[Resident], missing: int) -> bool:

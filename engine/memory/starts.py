@@ -2,14 +2,19 @@
 
 * **Start rule.** A sequence starts only if its *claim* fits beside the claims of all started sequences. `GrowingClaims`
   is the rule where KV can be taken back: a claim is the blocks of what the sequence holds (of a half-computed prompt:
-  of the whole prompt) and one block to grow into; claims share device and host; all half-computed prompts together fit
-  the device, since these are never dropped; and the sequence's own prompt fits the device now, beside what is promised
-  to others. `WholeClaims` is the rule where KV stays: a claim is the prompt and the clamped max tokens on the device,
-  and growth never fails.
+  of the whole prompt) and one block to grow into; claims share device and host; all half-computed prompts on the device
+  fit it together, since these are never dropped; and the sequence's own prompt fits the device now, beside what is
+  promised to others. `WholeClaims` is the rule where KV stays: a claim is the prompt and the clamped max tokens on the
+  device, and growth never fails.
+* **Share.** A team's share of the blocks is by weight, of the teams that have started sequences or new ones. Where KV
+  stays, a sequence that would take its team beyond its share *gives way*: it does not start while a less served team
+  has a new one within its own share. The holder of the reservation gives way to nobody.
 * **Reservation** (docs/scheduling.md). The first sequence that was refused more than 16 times holds the one reservation
   until it fits; others start, or come back from the host, only beside it. One holder cannot deadlock, and a large head
   of the line cannot starve behind small sequences. Only sequences of the policy's `claimant` may hold it, and it is
-  taken back from a team that is no longer the claimant.
+  taken back from a team that is no longer the claimant. Who would have more than its team's share of the device holds
+  it for a limited time: after `HELD_STEPS` steps in which no KV was moved for it, others get in until it was refused
+  as often again. Each time the limit doubles, so one of them is long enough for all others to end.
 * **Closed steps.** When not even the smallest new sequence fits, all are refused at once, so a full pool costs no more
   than an empty queue. Such a step counts as a refusal for each; the reservation then goes to the oldest.
 """
@@ -23,8 +28,12 @@ from engine.blocks import blocks_for
 from engine.memory.holding import Place
 from engine.request import Sequence
 from policies.policy import Policy
+from policies.sequences import TeamTerms
 
 REFUSALS_BEFORE_RESERVATION = 16
+# A few times the steps before it: blocks are kept for nothing most of the time, but answers that wait get in.
+HELD_STEPS = 4 * REFUSALS_BEFORE_RESERVATION
+_AWAY = (Place.GOING_OUT, Place.HOST)
 _HALF_BLOCKS = 3, 4  # of the device's blocks: what half-computed prompts may come to by a team's second one
 
 
@@ -34,6 +43,7 @@ class ClaimRule(Protocol):
     def claim(self, sequence: Sequence, num_to_fill: int) -> int:
         """Claimed by a sequence that starts and will fill `num_to_fill` blocks first."""
 
+    is_lasting: bool  # what is claimed may not be taken back
     tried_max: int  # refused newcomers of a step after which the others may be refused unasked
 
     def counted(self, num: int) -> int:
@@ -43,6 +53,7 @@ class ClaimRule(Protocol):
 class GrowingClaims:
     """KV can be taken back from paused sequences, so a claim grows with what its sequence holds."""
 
+    is_lasting = False
     tried_max = 4  # enough for the planner to make room for the best of them
 
     def claim(self, sequence: Sequence, num_to_fill: int) -> int:
@@ -55,6 +66,7 @@ class GrowingClaims:
 class WholeClaims:
     """KV stays until its sequence ends, so a claim is all that the sequence may ever hold."""
 
+    is_lasting = True
     tried_max = sys.maxsize
 
     def claim(self, sequence: Sequence, num_to_fill: int) -> int:
@@ -78,7 +90,10 @@ class Starts:
         self.has_room_grown = False  # since it was last said who fits again
         self.is_short = False  # somebody was refused for blocks since this was last set back
         self.num_claimed = 0  # of all started sequences
-        self.num_half = 0  # blocks of the whole prompts that are half computed
+        self._claimed_of: dict[int, int] = {}  # the same by team, of those that have any
+        self._weights: dict[int, int] = {}  # of the teams in the table
+        self.num_half = 0  # blocks of the whole prompts that are half computed, on the device or on the way back
+        self.num_half_away = 0  # the same of those on the host or on the way there
         self._halves_of: dict[int, int] = {}  # half-computed prompts by team, of those that have any
         self.blocked_teams: set[int] = set()  # teams with sequences beside the line that wait for blocks
         self.kept = 0  # device blocks not for newcomers in this step: promised to half prompts, and the reserve
@@ -87,6 +102,8 @@ class Starts:
         self.num_tried = 0  # newcomers of this step that only the device had no room for
         self._claimant: int | None = None  # of this step, once it is known; None is any team
         self._is_claimant_known = False
+        self._num_vain = 0  # steps since the reservation was given, or KV was moved for its holder
+        self._fair_order: list[int] | None = None  # teams with new sequences, the least served first, once it is known
         self._deadlines: list[tuple[int, int]] = []  # heap of (start_by_us, seq_id), also of sequences long started
 
     def add(self, sequence: Sequence) -> None:
@@ -125,14 +142,79 @@ class Starts:
         self.device_blocks -= num_device_blocks
         self._capacity -= num_device_blocks + num_host_blocks
 
+    # -- shares ------------------------------------------------------------------------------------------------------
+
+    def configure(self, teams: Iterable[TeamTerms]) -> None:
+        """The table of teams is this from now on."""
+        self._weights = {terms.team_id: terms.weight for terms in teams}
+
+    def weight_of(self, team_id: int) -> int:
+        """A team that left the table has weight 1."""
+        return self._weights.get(team_id, 1)
+
+    def claims_by_team(self, team_id: int) -> dict[int, int]:
+        """Claims of started sequences, of `team_id` and every team that has started or new ones."""
+        return {team_id: 0} | dict.fromkeys(self.waiting_of, 0) | self._claimed_of
+
+    def share_of(self, team_id: int) -> int:
+        """The team's part of the device's blocks by weight, rounded down, of the teams that have started sequences or
+        new ones.
+        """
+        total = sum(map(self.weight_of, {team_id} | self.waiting_of.keys() | self._claimed_of.keys()))
+        return self.device_blocks * self.weight_of(team_id) // total
+
+    def exceeds_share(self, sequence: Sequence) -> bool:
+        """Whether its team would claim more than its share of the device's blocks if it started, or does already."""
+        team_id = sequence.request.team_id
+        claimed = self._claimed_of.get(team_id, 0)
+        if not sequence.memory.is_started:
+            claimed += sequence.memory.num_claim
+        return claimed > self.share_of(team_id)
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        """Whether a less served team has a new sequence within its share, and this one would be beyond its own."""
+        order = self._fair_order
+        if order is None or len(self.waiting_of) < 2 or not self.exceeds_share(sequence):
+            return False
+        for team_id in order:
+            if team_id == sequence.request.team_id:
+                return False
+            line = self.waiting_of.get(team_id)
+            if line and not self.exceeds_share(next(iter(line.values()))):
+                return True
+        return False
+
+    # -- the line ----------------------------------------------------------------------------------------------------
+
     def begin(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """A step is being picked. Is it closed?"""
         self.num_tried = 0
         self._is_claimant_known = False
-        if self.holder is not None and (not self._may_hold(policy, self.holder) or self._waits_for_own(self.holder)):
+        if self.holder is not None:
+            self._look_at_holder(policy, self.holder, free)
+        self._fair_order = None
+        if self._rule.is_lasting and len(self.waiting_of) > 1 and self._find_claimant(policy) is not None:
+            self._fair_order = policy.over_served(self.waiting_of)[::-1]
+        return self.close_if_full(policy, refused, free)
+
+    def _look_at_holder(self, policy: Policy, holder: Sequence, free: int) -> None:
+        """Take the reservation from a sequence that may not have it any longer."""
+        self._num_vain += 1
+        may_stay = self._may_hold(policy, holder) and not self._waits_for_own(holder)
+        memory = holder.memory
+        if may_stay and self._num_vain > HELD_STEPS << memory.num_held and self.exceeds_share(holder):
+            may_stay = not memory.is_started and self.fits(holder, free)
+            if not may_stay:
+                memory.num_held += 1
+                memory.num_refusals = 0
+                memory.num_closed_before = self._num_closed
+        if not may_stay:
             self.holder = None
             self.has_room_grown = True
-        return self.close_if_full(policy, refused, free)
+
+    def note_progress(self) -> None:
+        """KV was moved for the holder."""
+        self._num_vain = 0
 
     def close_if_full(self, policy: Policy, refused: list[Sequence], free: int) -> bool:
         """Refuse all new sequences at once when not even the smallest fits. This step has `refused` some before."""
@@ -213,13 +295,13 @@ class Starts:
             return False
         part, whole = _HALF_BLOCKS
         most = self._rule.counted(self.device_blocks * part // whole)
-        return self.num_half + self._num_to_fill(sequence) > most
+        return self.num_half + self.num_half_away + self._num_to_fill(sequence) > most
 
     def fits(self, sequence: Sequence, free: int) -> bool:
         """Whether one that is not started may start now, with `free` device blocks."""
-        if not self.may_claim(sequence):
-            return False
         holder = self.holder
+        if not self.may_claim(sequence) or (holder is not sequence and self._gives_way(sequence)):
+            return False
         kept = self.kept
         if holder is sequence:
             kept = min(kept, self.num_half)
@@ -229,26 +311,30 @@ class Starts:
 
     def may_claim(self, sequence: Sequence) -> bool:
         """Whether its claim fits beside all others', whatever is free on the device."""
+        return self.may_claim_without(sequence, ())
+
+    def may_claim_without(self, sequence: Sequence, going: Iterable[Sequence]) -> bool:
+        """The same if these half-computed prompts were not on the device, which they are."""
         holder = self.holder
         reserved = 0
         if holder is not None and holder is not sequence and not holder.memory.is_started:
             reserved = holder.memory.num_claim
         if self.num_claimed + reserved + sequence.memory.num_claim > self._capacity:
             return False
-        return self.num_half + self._num_to_fill(sequence) <= self._rule.counted(self.device_blocks)
+        num_half = self.num_half - sum(map(self._num_to_fill, going))
+        return num_half + self._num_to_fill(sequence) <= self._rule.counted(self.device_blocks)
 
     def start(self, sequence: Sequence) -> None:
         """It fits, and starts."""
         if self.holder is sequence:
             self.holder = None
-        sequence.memory.num_claimed = sequence.memory.num_claim
-        self.num_claimed += sequence.memory.num_claim
+        self._claim(sequence, sequence.memory.num_claim)
         whole = self._num_to_fill(sequence)
         self.num_half += whole
         team_id = sequence.request.team_id
         self._halves_of[team_id] = self._halves_of.get(team_id, 0) + 1
         self.kept += whole
-        sequence.memory.num_refusals = 0
+        sequence.memory.num_refusals = sequence.memory.num_held = 0
         if sequence.memory.place is Place.NOWHERE:
             self._forget_waiting(sequence)
 
@@ -256,12 +342,26 @@ class Starts:
         """A started sequence holds so many blocks now, and claims one more while it may need it."""
         claim = self._rule.claim(sequence, num_blocks)
         if claim > sequence.memory.num_claimed:
-            self.num_claimed += claim - sequence.memory.num_claimed
-            sequence.memory.num_claimed = claim
+            self._claim(sequence, claim)
+
+    def went_out(self, sequence: Sequence) -> None:
+        """A started sequence leaves the device. Its prompt, if it is half computed, waits on the host."""
+        if sequence.is_half:
+            self.num_half -= self._num_to_fill(sequence)
+            self.num_half_away += self._num_to_fill(sequence)
+
+    def comes_back(self, sequence: Sequence) -> None:
+        """A started sequence has blocks on the device again, for its whole prompt."""
+        if sequence.is_half:
+            self.num_half += self._num_to_fill(sequence)
+            self.num_half_away -= self._num_to_fill(sequence)
 
     def filled(self, sequence: Sequence) -> None:
         """The prompt (or what had to be computed again) is whole."""
-        self.num_half -= self._num_to_fill(sequence)
+        if sequence.memory.place in _AWAY:
+            self.num_half_away -= self._num_to_fill(sequence)
+        else:
+            self.num_half -= self._num_to_fill(sequence)
         team_id = sequence.request.team_id
         self._halves_of[team_id] -= 1
         if not self._halves_of[team_id]:
@@ -274,8 +374,7 @@ class Starts:
         else:
             if sequence.memory.num_claimed and sequence.is_half:
                 self.filled(sequence)
-            self.num_claimed -= sequence.memory.num_claimed
-            sequence.memory.num_claimed = 0
+            self._claim(sequence, 0)
         self.has_room_grown = True
         if self.holder is sequence:
             self.holder = None
@@ -317,7 +416,10 @@ class Starts:
         assert len(self.waiting) == sum(s.memory.place is Place.NOWHERE for s in live)
         assert len(self.waiting) == sum(len(line) for line in self.waiting_of.values())
         assert all(len(s.memory.table.blocks) <= s.memory.num_blocks_max for s in started)
-        assert self.num_half == sum(self._num_to_fill(s) for s in started if s.is_half)
+        halves = [s for s in started if s.is_half]
+        assert self.num_half_away == sum(self._num_to_fill(s) for s in halves if s.memory.place in _AWAY)
+        assert self.num_half == sum(self._num_to_fill(s) for s in halves) - self.num_half_away
+        assert self.num_claimed == sum(self._claimed_of.values()) and all(self._claimed_of.values())
         assert sum(self._halves_of.values()) == sum(s.is_half for s in started)
         assert all(s.memory.num_claimed <= self._rule.claim(s, s.memory.num_blocks_max) for s in started)
 
@@ -353,10 +455,20 @@ class Starts:
             and self._may_hold(policy, sequence)
         ):
             self.holder = sequence
+            self._num_vain = 0
             self.has_room_grown = True  # for the holder
 
     def _num_to_fill(self, sequence: Sequence) -> int:
         return blocks_for(sequence.num_to_fill, self._block_size)
+
+    def _claim(self, sequence: Sequence, num_blocks: int) -> None:
+        """It claims so much from now on."""
+        more, team_id = num_blocks - sequence.memory.num_claimed, sequence.request.team_id
+        sequence.memory.num_claimed = num_blocks
+        self.num_claimed += more
+        claimed = self._claimed_of[team_id] = self._claimed_of.get(team_id, 0) + more
+        if not claimed:
+            del self._claimed_of[team_id]
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.seq_id]

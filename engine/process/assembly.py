@@ -13,7 +13,7 @@ import msgspec
 
 from engine.blocks import blocks_for
 from engine.clock import MonotonicClock
-from engine.config import MODES, EngineConfig, StartError
+from engine.config import ISOLATIONS, MODES, EngineConfig, StartError
 from engine.parts import EngineParts
 from engine.process.listener import EngineIdentity
 from engine.process.samples import ServiceSampler
@@ -27,6 +27,8 @@ from policies.catalog import make_policy
 from policies.config import PolicyConfig, from_profile
 from policies.cost import StepProfile
 from policies.eg_mlfq import EgMlfq
+
+TIME_MAX_US = 60_000_000  # of a chunk or a step, as set
 
 
 def read_config(text: str) -> EngineConfig:
@@ -45,7 +47,11 @@ def read_config(text: str) -> EngineConfig:
             raise StartError(f"{name} must be at least 1, got {getattr(config, name)}")
     if config.memory_preemption not in MODES:
         raise StartError(f"memory_preemption {config.memory_preemption!r} is unknown; use {', '.join(MODES)}")
+    if config.isolation not in ISOLATIONS:
+        raise StartError(f"isolation {config.isolation!r} is unknown; use {' or '.join(ISOLATIONS)}")
     for name, least, most in (
+        ("prefill_chunk_us", 0, TIME_MAX_US),
+        ("step_time_max_us", 0, TIME_MAX_US),
         ("host_kv_memory_bytes", 0, None),
         ("swap_benefit", 0, None),
         ("swap_min_run_steps", 0, None),

@@ -232,6 +232,7 @@ class Scheduler:
                 memory.started()
         is_short = is_refused or memory.is_copying or policy.is_band_wide()
         self.pauses.note_memory(is_short=is_short, now_us=now_us)
+        timer.end()
         self._change_slots(picked.sequences)
         return picked
 

@@ -2,7 +2,8 @@
 
 A prompt lengthens the step of everybody in it, so its rows have three bounds in time:
 
-* a row of one sequence takes at most `chunk_us`, or a block if that takes longer;
+* a row of one sequence takes at most `chunk_us`, or a block if that takes longer; so does a row of a replay, which has
+  no other bound;
 * a step takes at most `step_us_max`: no prompt row is added beyond that, but for a first one of a block;
 * all prompt rows of a team take at most what the policy leaves them (`policies.prompt_time`), beside the rows of other
   teams that get a token from this step.
@@ -20,8 +21,8 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Run
 
-from engine.config import EngineConfig
-from engine.memory.holding import Place
+from engine.config import STRICT, EngineConfig
+from engine.memory.manager import Place
 from engine.plan import Row
 from engine.request import Sequence
 from policies.cost import StepProfile
@@ -30,18 +31,17 @@ from policies.sequences import StepTime
 
 CHUNK_FIXED_PARTS = 10  # a prompt row takes at most so many times the fixed part of a step
 STEP_FIXED_PARTS = 45  # and a step so many times
-STRICT = "strict"
-ISOLATIONS = ("batch", STRICT)
+UNBOUNDED_US = 1 << 62  # where steps have no fixed part, small ones cost nothing and large ones gain nothing
 
 
 def chunk_us(config: EngineConfig, profile: StepProfile) -> int:
     """The most that a prompt row of several blocks may add to a step, in microseconds."""
-    return config.prefill_chunk_us or math.ceil(CHUNK_FIXED_PARTS * profile.fixed_us)
+    return config.prefill_chunk_us or math.ceil(CHUNK_FIXED_PARTS * profile.fixed_us) or UNBOUNDED_US
 
 
 def step_us_max(config: EngineConfig, profile: StepProfile) -> int:
     """The longest that prompt rows may make a step, in microseconds."""
-    return config.step_time_max_us or math.ceil(STEP_FIXED_PARTS * profile.fixed_us)
+    return config.step_time_max_us or math.ceil(STEP_FIXED_PARTS * profile.fixed_us) or UNBOUNDED_US
 
 
 def longest_step_us(config: EngineConfig, profile: StepProfile, context_len: int, num_device_blocks: int) -> int:
@@ -75,7 +75,7 @@ class StepTimer:
         self._rows: Run[Row] = ()
         self._sequences: Run[Sequence] = ()
         self._marginals_us: Run[float] = ()
-        self._counted: set[int] = set()  # sequences whose rows are in the sums
+        self._expected: dict[int, tuple[int, int]] = {}  # seq_id: team and time of decode rows that are not taken yet
         self._decode_us: dict[int, int] = {}  # by team, of rows that decode
         self._last_us: dict[int, int] = {}  # by team, of rows that end a prompt
         self._prompt_us: dict[int, int] = {}  # by team, of all its prompt rows
@@ -130,7 +130,7 @@ class StepTimer:
         memory, team_id = sequence.memory, sequence.request.team_id
         start = memory.num_computed
         if start < memory.replay_to:
-            return end
+            return self._chunk_end(start, end)
         if sequence.output_token_ids:
             if self._is_strict and self.is_limited and not self._may_decode(sequence, end):
                 self.has_left_out = True
@@ -143,20 +143,30 @@ class StepTimer:
             self._policy.leave_prompts(team_id)
         return end
 
+    def end(self) -> None:
+        """The step is picked: keep nothing of it."""
+        self._ran_last = self._rows = self._sequences = self._marginals_us = ()
+        self._expected = {}
+        self._decode_us, self._last_us, self._prompt_us, self._taken_us = {}, {}, {}, {}
+        self._num_decode, self._num_last, self._num_prompt, self._num_taken = {}, {}, {}, {}
+
     def took(self, row: Row, sequence: Sequence, marginal_us: float) -> None:
         """The policy has taken this row."""
         if self._is_open:
             us = round(marginal_us)
-            if row.seq_id not in self._counted:
-                self._counted.add(row.seq_id)
+            if self._expected.pop(row.seq_id, None) is None:
                 self._add(row, sequence, us)
             if row.is_decode:
                 self._add_taken(sequence.request.team_id, us)
+            while len(self._expected) >= max(1, self._slots - len(self._rows)):  # one slot is for the row asked for
+                _, (team_id, us) = self._expected.popitem()
+                self._add_decode(team_id, -us, -1)
 
     def _open(self) -> None:
         """Sum up what was taken so far and what is expected."""
         self._is_open = True
-        self._counted = {row.seq_id for row in self._rows}
+        self._expected = {}
+        taken = {row.seq_id for row in self._rows}
         self._decode_us, self._last_us, self._prompt_us, self._taken_us = {}, {}, {}, {}
         self._num_decode, self._num_last, self._num_prompt, self._num_taken = {}, {}, {}, {}
         self._total_us = 0
@@ -165,7 +175,7 @@ class StepTimer:
             if row.is_decode:
                 self._add_taken(sequence.request.team_id, round(marginal_us))
         decode_marginal_us = self._profile.decode_marginal_us
-        slots_left = self._slots - len(self._rows)
+        slots_left = self._slots - len(self._rows) - 1  # one is for the row that is being asked for
         for sequence in self._ran_last:
             if slots_left <= 0:
                 break
@@ -174,11 +184,12 @@ class StepTimer:
                 sequence.output_token_ids
                 and memory.place is Place.DEVICE
                 and memory.num_computed >= memory.replay_to
-                and sequence.seq_id not in self._counted
+                and sequence.seq_id not in taken
             ):
                 slots_left -= 1
-                self._counted.add(sequence.seq_id)
-                self._add_decode(sequence.request.team_id, round(decode_marginal_us(memory.num_computed + 1)))
+                team_id, us = sequence.request.team_id, round(decode_marginal_us(memory.num_computed + 1))
+                self._expected[sequence.seq_id] = team_id, us
+                self._add_decode(team_id, us)
 
     def _add(self, row: Row, sequence: Sequence, marginal_us: int) -> None:
         team_id = sequence.request.team_id
@@ -195,10 +206,10 @@ class StepTimer:
             self._last_us[team_id] = self._last_us.get(team_id, 0) + marginal_us
             self._num_last[team_id] = self._num_last.get(team_id, 0) + 1
 
-    def _add_decode(self, team_id: int, marginal_us: int) -> None:
+    def _add_decode(self, team_id: int, marginal_us: int, num_rows: int = 1) -> None:
         self._total_us += marginal_us
         self._decode_us[team_id] = self._decode_us.get(team_id, 0) + marginal_us
-        self._num_decode[team_id] = self._num_decode.get(team_id, 0) + 1
+        self._num_decode[team_id] = self._num_decode.get(team_id, 0) + num_rows
 
     def _add_taken(self, team_id: int, marginal_us: int) -> None:
         self._taken_us[team_id] = self._taken_us.get(team_id, 0) + marginal_us
@@ -222,13 +233,12 @@ class StepTimer:
             self._open()
         start = sequence.memory.num_computed
         marginal_us = self._profile.prefill_marginal_us
-        block_us = math.ceil(marginal_us(start, self._block - start % self._block))
-        end = self._fit(start, end, max(self._chunk_us, block_us))
+        end = self._chunk_end(start, end)
         if not self.is_limited:
             return end
         room_us = self._step_us_max - self._fixed_us - self._total_us
         if not self._has_prompt:
-            room_us = max(room_us, block_us)
+            room_us = max(room_us, self._block_us(start))
         left_us = self._left_us(sequence.request.team_id)
         if left_us is not None:
             room_us = min(room_us, left_us)
@@ -239,6 +249,16 @@ class StepTimer:
         if cut > start and not (is_share_short and marginal_us(start, self._least_tokens) > room_us):
             return cut
         return start
+
+    def _chunk_end(self, start: int, end: int) -> int:
+        """Up to which token a row of prompt or replay from `start` may go at the most: as far as `chunk_us` allows, or
+        to the end of its block.
+        """
+        return self._fit(start, end, max(self._chunk_us, self._block_us(start)))
+
+    def _block_us(self, start: int) -> int:
+        """Of the rest of the block that `start` is in."""
+        return math.ceil(self._profile.prefill_marginal_us(start, self._block - start % self._block))
 
     def _fit(self, start: int, end: int, room_us: int) -> int:
         """The last end of a block, or `end`, that a row from `start` reaches in `room_us`; `start` if there is none."""
@@ -268,8 +288,8 @@ class StepTimer:
             num_rows += own_rows - num_decode.get(team_id, 0) + 1
         parts: dict[int, int] = {}
         for other in num_decode.keys() | num_last.keys():
-            if other != team_id:
-                count = num_decode.get(other, 0) + num_last.get(other, 0)
+            count = num_decode.get(other, 0) + num_last.get(other, 0)
+            if other != team_id and count:
                 marginal_us = decode_us.get(other, 0) + last_us.get(other, 0)
                 parts[other] = marginal_us + self._fixed_us * count // num_rows
         if not parts:

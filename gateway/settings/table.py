@@ -293,6 +293,33 @@ SETTINGS: tuple[Setting, ...] = (
         least=1,
         most=1 << 20,
     ),
+    Setting(
+        "prefill_chunk_time",
+        "duration",
+        0.0,
+        "The most that one request's chunk of a prompt may add to a step, by the step profile. A chunk is a block at "
+        "least. 0s is ten times the fixed part of a step.",
+        "engine.prefill_chunk_time",
+        most=60,
+    ),
+    Setting(
+        "step_time_max",
+        "duration",
+        0.0,
+        "A step that takes as long, by the step profile, gets no further chunk of a prompt. A smaller value makes "
+        "newcomers wait less and costs throughput. 0s is 45 times the fixed part of a step.",
+        "engine.step_time_max",
+        most=60,
+    ),
+    Setting(
+        "isolation",
+        "choice",
+        "batch",
+        "Whether a team's decode rows may make the steps of other teams longer than their shares say: batch lets them, "
+        "strict does not, and leaves slots empty for it.",
+        "engine.isolation",
+        choices=("batch", "strict"),
+    ),
     Setting("block_size", "int", 16, "Tokens of one KV block.", "engine.block_size", least=1, most=1024),
     Setting(
         "kv_memory", "size", 2 << 30, "Device memory for the KV cache.", "engine.kv_memory", "--kv-memory", least=1

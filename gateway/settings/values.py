@@ -76,6 +76,9 @@ class Settings:
     max_batch_size: int
     max_batch_tokens: int
     prefill_chunk_tokens: int
+    prefill_chunk_time: float
+    step_time_max: float
+    isolation: str
     block_size: int
     kv_memory: int
     host_kv_memory: int

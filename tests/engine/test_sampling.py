@@ -66,6 +66,7 @@ SAMPLING = st.builds(
 @example(SamplingParams(temperature=1e-46), [1.0, 2.0, *[0.0] * 28], torch.float32, 0)
 @example(SamplingParams(temperature=1e308), [1.0, -math.inf, *[0.0] * 28], torch.bfloat16, 0)
 @example(SamplingParams(temperature=1e308, top_k=3), [1.0, 2.0, *[0.0] * 28], torch.float32, 0)
+@example(SamplingParams(temperature=8.5e37, top_k=9), [0.0, -1.0, *[0.0] * 27, 3.3e38], torch.float32, 0)
 @example(SamplingParams(temperature=1e-38, top_p=5e-324), [3.3e38, *[-3.3e38] * 29], torch.bfloat16, 0)
 def test_whatever_float_is_asked_for_a_row_gets_a_token(
     sampling: SamplingParams, logits: list[float], dtype: torch.dtype, num_generated: int

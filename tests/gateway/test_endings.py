@@ -144,6 +144,7 @@ async def test_an_engine_that_is_killed(moment: str, stream: bool) -> None:
         submit = await engine.next_submit()
         sequence = engine.bring(submit.request_id, moment)
         num_output = len(sequence.output_token_ids)
+        await eventually(lambda: engine.latest is None or g.state.engine.latest_step == engine.latest)
         engine.die()
         row = await g.ledger.next_row()
         check_error(await task, stream, num_output > 0, "engine_unavailable", 503)

@@ -76,10 +76,3 @@ def test_only_one_that_is_away_and_refused_may_not_fit() -> None:
     for is_away, is_refused, expected in cases:
         made[1].is_away, made[1].is_refused = is_away, is_refused
         assert may_fit(made[1]) is expected
-
-
-def test_the_expected_cost_follows_the_teams_own_steps() -> None:
-    team = TeamShare(TeamTerms(1), CONFIG)
-    assert team.expected_cost(10) == 10
-    team.cost_average, team.work_average = 3, 2
-    assert team.expected_cost(11) == 16

@@ -55,10 +55,10 @@ def test_estimates_do_not_learn_from_overheads() -> None:
     policy.arrive(SequenceTerms(0, 0, 1, 0, 0, 0, 0), 0)
     for step in range(50):
         policy.begin(step)
-        policy.take(0, 100)
         work = 100 if step % 2 else 0
+        policy.take(0, work, work)
         policy.settle([Served(0, work, work, True)], step, [Overhead(0, 5000)])
-    assert policy._meter.teams[0].expected_cost(100) == 100  # type: ignore[attr-defined]
+    assert policy._meter.expected_cost(100) == 100  # type: ignore[attr-defined]
     assert policy.team_service()[0].overhead_us == 50 * 5000
 
 

@@ -10,7 +10,7 @@ import pytest
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
 from policies.lag import LagMeter
-from policies.sequences import SequenceTerms, Served, TeamTerms
+from policies.sequences import AS_SERVED, SequenceTerms, Served, TeamTerms
 from tests.support.policies.driver import Driver, config
 
 
@@ -160,8 +160,10 @@ def test_a_single_long_chunk_is_expected_in_the_pick() -> None:
     assert order == [0, 1, 0, 1, 0, 1]
 
 
-def test_expected_cost_follows_the_teams_own_recent_steps() -> None:
-    """Team 0 pays half its work, team 1 all of it: in one step team 0 gets two picks for each one of team 1."""
+def test_what_a_row_is_expected_to_cost_follows_all_recent_rows() -> None:
+    """Rows are charged half of what the profile says. One ratio for all: a row of either team is expected to cost half
+    of its own model, whether it is a prompt of 1,000 us or a decode of 100.
+    """
     policy = policy_with((1, 1), theta_us=0)
     for _ in range(60):
         policy.begin(0)
@@ -169,12 +171,12 @@ def test_expected_cost_follows_the_teams_own_recent_steps() -> None:
         for _ in range(2):
             seq_id = policy.best()
             assert seq_id is not None
-            policy.take(seq_id, 1000)
+            policy.take(seq_id, 9000, 1000 if seq_id < 10 else 100)
             picked.append(seq_id)
-        policy.settle([Served(s, 1000, 500 if s < 10 else 1000, True) for s in picked], 0)
-    meter_teams = policy._meter.teams
-    assert meter_teams[0].expected_cost(1000) == pytest.approx(500, abs=10)
-    assert meter_teams[1].expected_cost(1000) == pytest.approx(1000, abs=10)
+        policy.settle([Served(s, 9000, 500 if s < 10 else 50, True) for s in picked], 0)
+    meter = policy._meter
+    assert meter.expected_cost(1000) == pytest.approx(500, abs=10)
+    assert meter.expected_cost(100) == pytest.approx(50, abs=2)
 
 
 def test_a_chunk_cut_short_still_demands_a_whole_one() -> None:
@@ -231,12 +233,12 @@ def test_what_the_bound_costs_is_counted_as_cost() -> None:
     unable.lag = -100 * lags.scale
     assert not lags.is_short
     lags.num_refused = unable.num_refused = 1
-    lags.settle(lags.active, 1, 0, 0)
+    lags.settle(lags.active, 1, 0, 0, AS_SERVED)
     assert [team.lag / lags.scale for team in (behind, ahead, unable)] == [0, 24, -11]
     assert (lags.forgiven_us, lags.lifted_us) == (6 * 3, 89), "times the weight"
     lags.num_refused = unable.num_refused = unable.lag = 0
-    lags.settle(lags.active, 2, 0, 0)
+    lags.settle(lags.active, 2, 0, 0, AS_SERVED)
     assert lags.is_short, "nobody is refused, and 24 is more than the narrow band"
     ahead.lag = 0
-    lags.settle(lags.active, 3, 0, 0)
+    lags.settle(lags.active, 3, 0, 0, AS_SERVED)
     assert not lags.is_short and (lags.forgiven_us, lags.lifted_us) == (18, 89)

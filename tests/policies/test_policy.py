@@ -181,3 +181,30 @@ def test_many_sequences_may_leave_from_the_middle() -> None:
 def test_impossible_constants_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(PolicyConfig(), **change)
+
+
+@pytest.mark.parametrize(("leave", "left"), [("leave_prompts", [1, 4]), ("leave_new", [1, 2, 4]), ("leave_team", [4])])
+def test_when_a_team_is_passed_over_others_go_on(policy: Policy, leave: str, left: list[int]) -> None:
+    """Of team 1, sequence 1 has produced a token, 2 has computed a part of its prompt, 3 has not begun. Passed over is
+    not refused: team 1 is as able as before, and all are candidates again in the next step.
+    """
+    for seq_id, team in ((1, 1), (2, 1), (4, 2)):
+        arrive(policy, seq_id, team=team)
+    policy.begin(0)
+    while (seq_id := policy.best()) is not None:
+        policy.take(seq_id, 1, 1)
+    policy.settle([Served(seq_id, 1, 1, seq_id != 2) for seq_id in (1, 2, 4)], 0)
+    arrive(policy, 3)
+    policy.begin(0)
+    offered = []
+    has_left = False
+    while (seq_id := policy.best()) is not None:
+        if not has_left and seq_id != 4:
+            getattr(policy, leave)(1)
+            has_left = True
+            continue
+        policy.take(seq_id, 1, 1)
+        offered.append(seq_id)
+    assert sorted(offered) == left
+    policy.settle([Served(seq_id, 1, 1, True) for seq_id in offered], 0)
+    assert sorted(run(policy)) == [1, 2, 3, 4]

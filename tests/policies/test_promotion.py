@@ -183,15 +183,15 @@ def test_a_coasting_team_gets_its_grants_too() -> None:
     settings = config((1, 2, 4, 8), theta=0, promotion_percent=20, grant_us=2 * UNIT, coast=True)
     settings = replace(settings, coast_below_percent=10**9, coast_above_percent=10**9, coast_completions_min=1)
     driver = Driver(settings, {A: 1}, alpha=10)
-    driver.add(A, 0, 1, label="first")
+    driver.add(A, 0, 10, label="first")
     driver.run()
     for i in range(5):
         driver.add(A, 0, 30, label=f"J{i}")
-    driver.run(until=24)
+    driver.run(until=33)
     assert driver.policy.team_service()[0].is_coasting
-    assert driver.starts("J1") == [11, 12]
-    assert driver.starts("J2") == [21, 22]
-    assert driver.starts("J0") == [*range(1, 11), *range(13, 21), 23]
+    assert driver.starts("J1") == [20, 21]
+    assert driver.starts("J2") == [30, 31]
+    assert driver.starts("J0") == [*range(10, 20), *range(22, 30), 32]
 
 
 def test_lane_p_obeys_the_gate() -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.memory.planner import SwapPlanner
 from engine.memory.pools import BURST_US, LinkBudget
+from engine.sim.parts import fixed_profile
+from engine.step.step_time import step_us_max
 from policies.bounds import exact_widths, lag_bound, pause_bound_us
 from policies.coast import CoastMode
 from policies.config import PolicyConfig
@@ -18,6 +21,7 @@ from policies.eg_mlfq import EgMlfq
 from policies.lag import LagMeter
 from policies.levels import Levels
 from policies.promotion import Promotions
+from policies.prompt_time import even_prompt_us
 from policies.sequences import SequenceTerms, Served, TeamTerms
 from policies.tiers import DEFAULT_TIERS
 from tests.support.policies.reference import water_fill
@@ -226,3 +230,22 @@ def test_guard_figures_of_the_page() -> None:
             used += link.copy_us(1)
     assert BURST_US == 100 * MS and 700 * MS <= used <= 700 * MS + 1000
     assert "at most 100 + 600 ms and one copy" in TEXT
+
+
+def test_the_example_in_seconds_of_the_page() -> None:
+    profile = fixed_profile()
+    step_us = profile.fixed_us + 8 * profile.decode_marginal_us(512)
+    config, step = EngineConfig(), round(step_us)
+    assert f"D = {step_us / 1e6:.4f} s a step: {1e6 / step_us:.0f} tokens a second" in TEXT
+    even_us = even_prompt_us(step, 1, [(1, step)])
+    one, two = (profile.prefill_marginal_us(0, tokens) / 1e6 for tokens in (16, 32))
+    assert f"{even_us / 1e6:.4f} s: two blocks would take {two:.4f} s" in TEXT and one < even_us / 1e6 < two
+    assert f"16 tokens, which takes {one:.4f} s" in TEXT
+    assert f"each chat keeps {1e6 / (step_us + even_us):.1f} tokens a second" in TEXT
+    gold, bronze = (even_prompt_us(step, weight, [(other, step)]) / 1e6 for weight, other in ((1, 4), (4, 1)))
+    assert f"P is {gold:.4f} s, a quarter of D; with 1 : 4 it is {bronze:.4f} s" in TEXT
+    assert f"{step_us_max(config, profile) / 1e6:.3f} s" in TEXT and "45 × its fixed time" in TEXT
+    for tokens, said in ((16, "over by"), (48, "under by")):
+        total = step_us + profile.prefill_marginal_us(0, tokens)
+        assert f"T = {total / 1e6:.4f} s" in TEXT
+        assert f"{said} {abs(step_us - total / 2) / 1e6:.4f} s" in TEXT

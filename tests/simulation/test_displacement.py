@@ -125,11 +125,12 @@ def test_two_of_sixty_percent_of_the_pool_keep_the_pace_of_one(
 
     alone, _ = tokens_in_a_minute(1)
     tokens, moved = tokens_in_a_minute(2)
-    assert tokens >= alone / 2 and 0 < moved <= 4
+    # Of two teams one takes its turn from the other, at most once a request; a prompt waits for the other's token.
+    assert tokens >= alone / 2 * 0.99 and 0 < moved <= (4 if num_teams == 1 else tokens / 48)
     if mode != "recompute":
         monkeypatch.setattr(Room, "_leader", property(lambda self: None, lambda self, seq_id: None), raising=False)
-        tokens, moved = tokens_in_a_minute(2)
-        assert moved > 20 and (tokens < alone / 2 or num_teams == 2)
+        tokens, thrashed = tokens_in_a_minute(2)
+        assert thrashed > 20 and thrashed > moved and (tokens < alone / 2 or num_teams == 2)
 
 
 @pytest.mark.case("K33")

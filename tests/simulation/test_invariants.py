@@ -5,6 +5,7 @@ A failing example prints its scenario and replays: nothing here depends on time 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from engine.wire.messages import StepDone
 from policies.catalog import make_policy
 from policies.config import from_profile
 from policies.cost import StepProfile
+from policies.sequences import Starving
 from tests.support.engine.simple_engine import ArrivalOrder, Engine, submit, team
 
 PROFILE = StepProfile(
@@ -89,6 +91,7 @@ class CheckingRunner:
     released: list[int] = field(default_factory=list)
     mid_step: Callable[[], None] = lambda: None
     plan: StepPlan | None = None
+    left: set[int] = field(default_factory=set)  # teams whose prompts were passed over
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plan = plan
@@ -104,7 +107,8 @@ class CheckingRunner:
             assert len(row.block_table) == blocks_for(end, scenario.block_size), "resident, and not a block more"
             assert len(row.token_ids) == 1 or not row.is_decode
             if not row.is_decode and not row.samples:
-                assert end % scenario.chunk == 0 or tokens == scenario.budget, "cut only where the budget ends"
+                is_cut_by_time = end % scenario.block_size == 0
+                assert end % scenario.chunk == 0 or tokens == scenario.budget or is_cut_by_time
             self.positions[row.seq_id] = end
         self.mid_step()
         result = SimRunner(PROFILE, self.clock).execute(plan)
@@ -137,11 +141,31 @@ def build(scenario: Scenario) -> tuple[Engine, CheckingRunner]:
         max_batch_tokens=scenario.budget,
         prefill_chunk_tokens=scenario.chunk,
     )
+    note_left(engine.policy, runner.left)
     return engine, runner
 
 
-def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan) -> None:
-    """I6: with a slot and tokens left, whoever is left out is new and does not fit beside the reservation."""
+def note_left(policy: Any, left: set[int]) -> None:
+    """Keep in `left` the teams whose prompts were passed over in the latest step: for time, or for their own team's."""
+
+    def begin(now_us: int, call: Callable[[int], list[Starving]] = policy.begin) -> list[Starving]:
+        left.clear()
+        return call(now_us)
+
+    def note(call: Callable[[int], None]) -> Callable[[int], None]:
+        def noted(team_id: int) -> None:
+            left.add(team_id)
+            call(team_id)
+
+        return noted
+
+    policy.begin, policy.leave_prompts, policy.leave_new = begin, note(policy.leave_prompts), note(policy.leave_new)
+
+
+def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, left: set[int]) -> None:
+    """I6: with a slot and tokens left, whoever is left out is new and does not fit beside the reservation, or is a
+    prompt that was passed over. (That its time was used up, `tests.support.simulation.pressure_checks` works out.)
+    """
     if len(plan.rows) == scenario.slots or sum(len(row.token_ids) for row in plan.rows) == scenario.budget:
         return
     scheduler = engine.scheduler
@@ -149,7 +173,7 @@ def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan) 
     holder = scheduler.memory.reserved_for
     committed = sum(s.memory.num_blocks_max for s in scheduler.sequences.values() if s.status is not Status.WAITING)
     for sequence in scheduler.sequences.values():
-        if sequence.seq_id in ran:
+        if sequence.seq_id in ran or (sequence.request.team_id in left and not sequence.output_token_ids):
             continue
         assert sequence.status is Status.WAITING, f"{sequence.seq_id} is resident and was left out"
         is_other = holder is not None and holder != sequence.seq_id
@@ -215,7 +239,7 @@ def play(scenario: Scenario) -> list[StepDone]:
             assert spent == message.duration_us, "the charges of a step sum to its time"
             charged |= {name: event.device_us for name, event in events.items()}
             if runner.plan is not None and not message.finished:
-                check_work_conservation(engine, scenario, runner.plan)
+                check_work_conservation(engine, scenario, runner.plan, runner.left)
             for finished in message.finished:
                 assert finished.request_id not in ended, "ended twice"
                 ended[finished.request_id] = finished.reason

@@ -150,8 +150,10 @@ def test_a_chat_job_wakes_up_beside_a_saturating_batch_team(theta: int, runs_at:
 def test_two_slots_shared_three_to_one() -> None:
     jobs = [Job(f"A{i}", 0, 1, 100, team_id=0) for i in range(5)] + [Job("B", 0, 1, 100, team_id=1)]
     teams = (team(0, weight=3), team(1, weight=1))
-    line = Timeline(EgMlfq(PolicyConfig(levels=1, theta_us=0)), jobs, until=20, slots=2, teams=teams)
-    assert [len([n for n in names if n == "B"]) for _, names in line.ran[:8]] == [1, 0] * 4
+    line = Timeline(EgMlfq(PolicyConfig(levels=1, theta_us=0)), jobs, until=28, slots=2, teams=teams)
+    # B's prompt waits until A is as far ahead as it makes A wait; its first decode comes while A still is.
+    assert [len([n for n in names if n == "B"]) for _, names in line.ran[:4]] == [0, 0, 1, 1]
+    assert [len([n for n in names if n == "B"]) for _, names in line.ran[4:12]] == [1, 0] * 4
 
 
 @pytest.mark.case("C01", "O6")

@@ -37,14 +37,16 @@ class Pair:
             self.num_arrived += 1
 
     def let_coast(self, teams: Iterable[int]) -> None:
-        """A sequence of each of these teams finishes. Enough where one completion is."""
+        """A sequence of each of these teams finishes, with more work than others will have. Enough where one completion
+        is.
+        """
         for team in teams:
             seq_id = -1 - team
             for policy in (self.one_by_one, self.at_once):
                 policy.arrive(SequenceTerms(seq_id, team, 8, 0, 500, 0, 0), 0)
                 policy.begin(0)
-                policy.take(seq_id, 1000)
-                policy.settle([Served(seq_id, 1000, 1000, True, True)], 0)
+                policy.take(seq_id, 10_000, 1000)
+                policy.settle([Served(seq_id, 10_000, 1000, True, True)], 0)
                 policy.leave(seq_id, 0)
 
     def step(self, policy: Policy, *, is_closed: bool, at_once: bool) -> list[int]:

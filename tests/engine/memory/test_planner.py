@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.memory.moves import Away, Kind, Move, Need, Pools, Resident
+from engine.memory.moves import Away, Holder, Kind, Move, Need, Pools, Resident
 from engine.memory.planner import AIMD_UPLOADS, GAMMA_MAX, SwapPlanner
 from policies.sequences import Turn
 
@@ -247,11 +247,11 @@ def test_the_holder_is_served_first_and_without_g1() -> None:
     order = turns(1, 2, 99, 3, ms=(0, 0, 0, 1))
     needs = [start(1, 4), start(2, 4)]
     assert one.plan(pools(), [resident(3, 4), LEADER], [], needs, order, step_us=MS) == []
-    moves = one.plan(pools(), [resident(3, 4), LEADER], [], needs, order, step_us=MS, holder=2)
+    moves = one.plan(pools(), [resident(3, 4), LEADER], [], needs, order, step_us=MS, holder=Holder(2))
     assert moves == [Move("out", 3, 0, 2)]
     back = [Need(1, 0, Kind.UPLOAD, 4), Need(2, 0, Kind.UPLOAD, 4)]
     away = [Away(1, 0, 4, 4), Away(2, 0, 4, 4)]
-    assert kinds(one.plan(pools(5), [], away, back, turns(1, 2), step_us=MS, holder=2)) == [("in", 2)]
+    assert kinds(one.plan(pools(5), [], away, back, turns(1, 2), step_us=MS, holder=Holder(2))) == [("in", 2)]
 
 
 def test_what_is_promised_to_half_prompts_is_not_given_to_others() -> None:
@@ -354,6 +354,6 @@ def test_force_serves_the_first_that_can_be_and_the_holder_before_all() -> None:
     order = turns(1, 2, 3)
     needs = [grow(1, 2), grow(2, 2), start(3, 8)]
     assert planner().force(pools(host=0), residents, [], needs, order) == [Move("drop", 2, 0, 1)]
-    assert planner().force(pools(host=4), residents, [], needs, order, holder=2) == [Move("out", 1, 0, 2)]
+    assert planner().force(pools(host=4), residents, [], needs, order, holder=Holder(2)) == [Move("out", 1, 0, 2)]
     only_half = [residents[0], resident(2, 4, is_whole=False)]
     assert planner().force(pools(host=0), only_half, [], needs, order) == [], "half-prefilled ones are never dropped"

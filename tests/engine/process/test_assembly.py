@@ -20,6 +20,10 @@ from policies.cost import StepProfile
         ({"host_kv_memory_bytes": -1}, "host_kv_memory_bytes must be at least 0, got -1"),
         ({"swap_link_percent": 0}, "swap_link_percent must be from 1 to 100, got 0"),
         ({"swap_link_percent": 101}, "swap_link_percent must be from 1 to 100, got 101"),
+        ({"isolation": "none"}, "isolation 'none' is unknown; use batch or strict"),
+        ({"step_time_max_us": -1}, "step_time_max_us must be from 0 to 60000000, got -1"),
+        ({"step_time_max_us": 60_000_001}, "step_time_max_us must be from 0 to 60000000, got 60000001"),
+        ({"prefill_chunk_us": -1}, "prefill_chunk_us must be from 0 to 60000000, got -1"),
         ({"promotion_percent": 100}, "promotion_percent must be from 0 to 99, got 100"),
         ({"num_threads": -1}, "num_threads must not be negative, got -1"),
         ({"levels": "many"}, "--config is not a valid engine configuration"),
@@ -32,7 +36,15 @@ def test_a_setting_out_of_range_stops_the_start(changes: dict[str, Any], words: 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"swap_link_percent": 1}, {"swap_link_percent": 100}, {"promotion_percent": 99}, {"host_kv_memory_bytes": 0}],
+    [
+        {"swap_link_percent": 1},
+        {"step_time_max_us": 1},
+        {"prefill_chunk_us": 60_000_000},
+        {"isolation": "strict"},
+        {"swap_link_percent": 100},
+        {"promotion_percent": 99},
+        {"host_kv_memory_bytes": 0},
+    ],
 )
 def test_a_setting_at_its_edge_is_taken(changes: dict[str, Any]) -> None:
     config = read_config(json.dumps({"num_threads": 3, **changes}))

@@ -12,11 +12,12 @@ from tests.support.engine.simple_engine import UNIT_PROFILE, ArrivalOrder
 
 
 class Bench:
-    """A scheduler driven step by step; tokens come from `token_ids` in turn, or are 65."""
+    """A scheduler driven step by step, where KV stays; tokens come from `token_ids` in turn, or are 65."""
 
     def __init__(self, blocks: int = 24, eos: tuple[int, ...] = (), **settings: int) -> None:
         self.policy = ArrivalOrder()
-        config = EngineConfig(**{"block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
+        defaults = {"block_size": 16, "max_batch_size": 4, "memory_preemption": "none"}
+        config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, self.policy, UNIT_PROFILE, blocks, eos_token_ids=eos)
         self.policy.configure([TeamTerms(0), TeamTerms(1)], 0)
         self.now_us = 0

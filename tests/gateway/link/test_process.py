@@ -44,10 +44,12 @@ def test_the_engine_gets_its_own_part_of_the_settings() -> None:
     assert (config.kv_memory_bytes, config.max_batch_size) == (64 << 20, 3)
     swapping = {"memory_preemption": "reactive", "swap_benefit": "3", "swap_min_run_steps": "5"}
     swapping |= {"swap_link_percent": "70", "promotion_percent": "0", "kv_canary": "true"}
+    swapping |= {"isolation": "strict", "step_time_max": "200ms", "prefill_chunk_time": "0.05s"}
     swapping |= {"step_log": "/tmp/s", "step_log_max_bytes": "8KiB"}
     config = engine_config(load({}, {f"TERAZI_{name.upper()}": value for name, value in swapping.items()}))
     assert (config.memory_preemption, config.swap_benefit, config.swap_min_run_steps) == ("reactive", 3, 5)
     assert (config.swap_link_percent, config.promotion_percent) == (70, 0)
+    assert (config.isolation, config.step_time_max_us, config.prefill_chunk_us) == ("strict", 200_000, 50_000)
     assert (config.step_log, config.step_log_max_bytes, config.kv_canary) == ("/tmp/s", 8192, True)
     default = engine_config(load({}, {}))
     assert default == EngineConfig(), "the settings' defaults are the engine's own"

@@ -1,6 +1,6 @@
 """What the engine's tests share: a policy simple enough to check by eye, and short ways to build an engine."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
@@ -11,7 +11,17 @@ from engine.step.scheduler import Scheduler
 from engine.wire.messages import ConfigureTeams, ModelInfo, SamplingParams, StepDone, Submit, TeamEntry
 from policies.cost import StepProfile
 from policies.policy import Policy
-from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamService, TeamTerms, Turn
+from policies.sequences import (
+    AS_SERVED,
+    Overhead,
+    SequenceTerms,
+    Served,
+    Starving,
+    StepTime,
+    TeamService,
+    TeamTerms,
+    Turn,
+)
 
 UNIT_PROFILE = StepProfile(
     fixed_us=0.0, prefill_token_us=10.0, prefill_attention_us=0.0, decode_row_us=1000.0, decode_context_us=0.0
@@ -30,9 +40,12 @@ class ArrivalOrder:
         self.overhead_us: dict[int, int] = {}  # by team
         self.taken: list[int] = []
         self.refused: list[int] = []
+        self.left: list[int] = []  # passed over in the latest step
+        self.prompt_us: int | None = None  # what prompts of a team may take beside others
         self.is_picking = False
         self._tried: set[int] = set()
         self._ever_taken: set[int] = set()
+        self._begun: set[int] = set()  # with a token
         self.away: set[int] = set()
         self.is_wide = False
 
@@ -53,15 +66,15 @@ class ArrivalOrder:
     def begin(self, now_us: int) -> list[Starving]:
         assert not self.is_picking
         self.is_picking = True
-        self._tried, self.taken, self.refused = set(), [], []
+        self._tried, self.taken, self.refused, self.left = set(), [], [], []
         return []
 
     def best(self) -> int | None:
         assert self.is_picking
         return next((seq_id for seq_id in sorted(self.live) if seq_id not in self._tried), None)
 
-    def take(self, seq_id: int, work_us: int) -> None:
-        assert seq_id == self.best() and work_us >= 0
+    def take(self, seq_id: int, work_us: int, cost_us: int | None = None) -> None:
+        assert seq_id == self.best() and work_us >= 0 and (cost_us is None or cost_us >= 0)
         self._tried.add(seq_id)
         self._ever_taken.add(seq_id)
         self.taken.append(seq_id)
@@ -77,6 +90,26 @@ class ArrivalOrder:
         self._tried.update(new)
         self.refused += new
 
+    def prompt_time_us(self, team_id: int, others: Mapping[int, int], step_us: int) -> int | None:
+        assert self.is_picking and team_id not in others and sum(others.values()) <= step_us
+        return self.prompt_us
+
+    def leave_prompts(self, team_id: int) -> None:
+        self._leave(team_id, self._begun)
+
+    def leave_new(self, team_id: int) -> None:
+        self._leave(team_id, self._ever_taken)
+
+    def leave_team(self, team_id: int) -> None:
+        self._leave(team_id, set())
+
+    def _leave(self, team_id: int, stay: set[int]) -> None:
+        best = self.best()
+        assert best is not None and self.live[best].team_id == team_id and best not in stay
+        left = [seq_id for seq_id, terms in self.live.items() if terms.team_id == team_id and seq_id not in stay]
+        self._tried.update(left)
+        self.left += left
+
     def set_away(self, seq_id: int, is_away: bool) -> None:
         (self.away.add if is_away else self.away.discard)(seq_id)
 
@@ -89,12 +122,17 @@ class ArrivalOrder:
     def claimant(self, team_ids: Iterable[int], holder: int | None) -> int | None:
         return None
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
+        assert time.predicted_us >= time.decode_us > 0
         assert self.is_picking and [s.seq_id for s in served] == self.taken
         self.is_picking = False
         for overhead in overheads:
             self.overhead_us[overhead.team_id] = self.overhead_us.get(overhead.team_id, 0) + overhead.cost_us
         for row in served:
+            if row.has_generated:
+                self._begun.add(row.seq_id)
             self.charged_us[row.seq_id] = self.charged_us.get(row.seq_id, 0) + row.cost_us
 
     def protect(self, seq_id: int, num_steps: int) -> None:
@@ -107,6 +145,9 @@ class ArrivalOrder:
 
     def over_served(self, team_ids: Iterable[int]) -> list[int]:
         return sorted(team_ids)
+
+    def ahead_of(self, team_ids: Iterable[int], team_id: int) -> set[int]:
+        return set()
 
     def is_band_wide(self) -> bool:
         return self.is_wide
@@ -128,7 +169,9 @@ class ArrivalOrder:
 
 
 class Engine:
-    """A core over a simulated runner on a virtual clock, with everything it consists of in reach."""
+    """A core over a simulated runner on a virtual clock, with everything it consists of in reach. Without host blocks
+    KV stays, unless `settings` say otherwise.
+    """
 
     def __init__(
         self,
@@ -146,7 +189,10 @@ class Engine:
         pauses: Pauses | None = None,
         **settings: int | str,
     ) -> None:
-        self.config = EngineConfig(**{"kind": "sim", "block_size": 16, "max_batch_size": 4, **settings})  # type: ignore[arg-type]
+        defaults = {"kind": "sim", "block_size": 16, "max_batch_size": 4}
+        if not host_blocks:
+            defaults["memory_preemption"] = "none"
+        self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.clock = clock or VirtualClock()
         self.policy = policy or ArrivalOrder()
         self.scheduler = Scheduler(

@@ -40,7 +40,7 @@ class Bench:
         defaults: dict[str, int | str] = {"block_size": 4, "max_batch_size": 4, "swap_min_run_steps": 0}
         config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, self.policy, UNIT_PROFILE, blocks, num_host_blocks=host, block_copy_us=10.0)
-        self.scheduler.configure([TeamTerms(team_id) for team_id in range(3)], 0)
+        self.scheduler.configure([TeamTerms(team_id) for team_id in range(4)], 0)
         self.now_us = 0
         self.held: list[int] = []  # copies to report with the next `apply`
         self.total_us = 0
@@ -113,13 +113,13 @@ def dropped_pair() -> tuple[Bench, Sequence, Sequence]:
 
 def half_prompts(device: int, prompts: tuple[int, ...]) -> tuple[Bench, Sequence, list[Sequence]]:
     """A decoding sequence, and others that have two chunks of their prompts; one slot, which the first takes from now
-    on, growing into the others' blocks.
+    on, growing into the others' blocks. Each is of a team of its own.
     """
     bench = Bench(blocks=device, host=20, max_batch_size=1, prefill_chunk_tokens=4, swap_benefit=1000)
     grower = bench.add(4, 4 * device - 4)
     half = []
-    for prompt in prompts:
-        half.append(bench.add(prompt, 4, team_id=1))
+    for team_id, prompt in enumerate(prompts, 1):  # a team's second would wait for its first
+        half.append(bench.add(prompt, 4, team_id=team_id))
         bench.policy.order = [half[-1].seq_id]
         bench.step(), bench.step()
     bench.policy.order = [grower.seq_id]

@@ -112,10 +112,11 @@ class CoreEngine(FakeEngine):
         live = self.scheduler.sequences.values()
         return next((sequence for sequence in live if sequence.request.request_id == request_id), None)
 
-    def fill(self) -> None:
-        """One more request of the other team."""
+    def fill(self, is_long: bool = False) -> None:
+        """One more request of the other team. Long ones crowd others out; short ones make the line before it."""
         self._num_fillers += 1
-        prompt, output = self._rng.randint(20, 60), self._rng.randint(30, 60)
+        prompt = self._rng.randint(20, 60)
+        output = self._rng.randint(100, 180) if is_long else self._rng.randint(30, 60)
         filler = submit(f"filler-{self._num_fillers}", team_id=FILLER_TEAM, prompt=prompt, output=output)
         assert self.core.add(filler) is None
 
@@ -132,7 +133,7 @@ class CoreEngine(FakeEngine):
             if sequence is not None and moment_of(sequence) == moment:
                 return sequence
             if self.scheduler.num_live < 12:
-                self.fill()
+                self.fill(is_long=moment == "swapped")
             self.advance()
         raise AssertionError(f"{request_id} was never {moment}")
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from policies.books import MeteredPolicy
 from policies.catalog import make_policy
 from policies.config import PolicyConfig
-from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamTerms
+from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, Starving, StepTime, TeamTerms
 
 UNIT = 27_720  # divisible by 1..12, so that the shares of small oracles are whole microseconds
 
@@ -76,8 +76,11 @@ class Driver:
         instance: MeteredPolicy | None = None,
         alpha: int | None = None,
         burst: int = 1,
+        is_timed: bool = False,
     ) -> None:
+        """`is_timed`: steps take as long as all their parts, and decodes wait for prefills beside them."""
         made = instance or make_policy(policy, settings)
+        self.is_timed = is_timed
         self.policy: MeteredPolicy = made  # type: ignore[assignment]
         self.costs = costs
         self.unit = unit
@@ -163,6 +166,7 @@ class Driver:
                 policy.refuse(seq_id)
         self.left_out = len(self.live) - len(tried)
         works, longest = [], 0
+        decodes = [seq_id for seq_id in picked if not self.live[seq_id].prefill]
         for seq_id in picked:
             job = self.live[seq_id]
             units = job.next_units()
@@ -174,7 +178,7 @@ class Driver:
                 job.decodes -= 1
             works.append(units * self.unit)
         served = [
-            Served(seq_id, work, cost, self.live[seq_id].prefill == 0, self.live[seq_id].is_over)
+            Served(seq_id, work, cost, self.live[seq_id].prefill == 0, self.live[seq_id].is_over, seq_id in decodes)
             for seq_id, work, cost in zip(picked, works, self.costs(works), strict=True)
         ]
         labels = [self.live[seq_id].label for seq_id in picked]
@@ -182,7 +186,12 @@ class Driver:
             self.trace.append((self.now, labels))
         self.largest = max(self.largest, longest)
         self.now += longest or self._idle()
-        policy.settle(served, self.now * self.unit, self.overheads())
+        time = AS_SERVED
+        if self.is_timed and decodes:
+            time = StepTime(
+                sum(works), sum(work for seq_id, work in zip(picked, works, strict=True) if seq_id in decodes)
+            )
+        policy.settle(served, self.now * self.unit, self.overheads(), time)
         self.max_gap = max(self.max_gap, self.gap())
         for seq_id in picked:
             if self._min_runs.get(seq_id):

@@ -11,7 +11,7 @@ from fractions import Fraction
 from operator import attrgetter
 
 from policies.config import PolicyConfig
-from policies.sequences import Overhead, SequenceTerms, Served, Starving, TeamTerms
+from policies.sequences import AS_SERVED, Overhead, SequenceTerms, Served, Starving, StepTime, TeamTerms
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Seq:
     generated: bool = False
     last_service: int = 0
     grant_left: int = 0  # in lane P while it is positive
+    grant_unused: int = 0  # handed back
+    last_cost: int = 0  # of its latest decode row, as modelled
     min_run_left: int = 0
     exhausted: bool = False
     promotions: int = 0
@@ -44,10 +46,9 @@ class Team:
     D_planned: Fraction = Fraction(0)
     left_at: Fraction = Fraction(0)
     seqs: list[Seq] = field(default_factory=list)
-    cost_average: int = 1
-    work_average: int = 1
     completions: list[int] = field(default_factory=list)
-    coasts: bool = False
+    window: int = 0  # completions that count
+    is_alike: bool = False
     alpha: int = 0
     sigma: Fraction = Fraction(0)
     rho: Fraction = Fraction(0)
@@ -59,8 +60,12 @@ class Team:
     def able(self) -> bool:
         return any(not seq.refused for seq in self.seqs)
 
-    def expected(self, work: int) -> int:
-        return work * self.cost_average // self.work_average
+    @property
+    def coasts(self) -> bool:
+        """No live sequence has done more than three times the mean."""
+        latest = self.completions[-self.window :]
+        longest = max((seq.attained for seq in self.seqs), default=0)
+        return self.is_alike and longest <= 3 * Fraction(sum(latest), len(latest))
 
     def order(self, seq: Seq) -> tuple[int, ...]:
         """Inside the team: lane P; then by level, a minimum run one level and a half better; or by arrival, first those
@@ -96,12 +101,18 @@ class Reference:
         self.planned: list[Team] = []
         self.begun = 0
         self.was_short = False
+        self.measured = self.modelled = 1
+        self.modelled_now = 0  # of the step that is being picked
+
+    def expected(self, cost: int) -> int:
+        return cost * self.measured // self.modelled
 
     def configure(self, teams: Iterable[TeamTerms], now_us: int) -> None:
         self.teams = {}
         table = list(teams)
         for terms in table:
             team = self.teams[terms.team_id] = Team(terms.team_id, terms.weight, alpha=terms.starving_after_us)
+            team.window = self.config.coast_completions
             team.b = team.sigma = Fraction(terms.promotion_burst_grants * self.config.promotion_grant_us)
             team.rho = Fraction(self.config.promotion_percent, 100) * terms.weight / sum(t.weight for t in table)
         self.lcm = math.lcm(*(team.weight for team in self.teams.values()))
@@ -124,8 +135,10 @@ class Reference:
                     other.D = Fraction(0)
             else:
                 lags = [other.D for other in self.able()]
-                team.D -= self.V - team.left_at
-                team.D = max(team.D, min(lags))
+                away, credit = self.V - team.left_at, min(lags) - team.D
+                team.D = max(team.D - away, min(lags))
+                if self.theta != math.inf:
+                    team.D -= max(Fraction(0), min(credit, Fraction(self.theta) - away))
                 team.D = Fraction(min(team.D, max(max(lags), min(lags) + self.theta + self.u)))
         level = next(k for k in range(self.config.levels) if self.quanta[k] >= terms.prefill_work_us)
         level = max(level, min(terms.start_level, self.config.levels - 1))
@@ -142,6 +155,7 @@ class Reference:
 
     def begin(self, now_us: int) -> list[Starving]:
         starving = self.promote(now_us)
+        self.modelled_now = 0
         self.planned = self.active()
         for team in self.planned:
             team.D_planned = team.D
@@ -170,6 +184,10 @@ class Reference:
         if not self.config.promotion_percent:
             return told
         for team in self.active():
+            for seq in team.seqs:
+                if seq.grant_left > 0 and seq.refused and not seq.taken:
+                    seq.grant_unused, seq.grant_left = seq.grant_left, 0
+                    team.fifo.append(seq)
             starving = [seq for seq in team.seqs if now_us - seq.last_service >= team.alpha]
             starving = [seq for seq in starving if seq.grant_left <= 0 and seq not in team.fifo]
             granted = [seq for seq in team.seqs if seq.grant_left > 0 and now_us - seq.last_service >= team.alpha]
@@ -179,11 +197,13 @@ class Reference:
             if not team.fifo or any(seq.grant_left > 0 for seq in team.seqs):
                 continue
             head = team.fifo[0]
-            if team.b >= self.config.promotion_grant_us:
+            grant = head.grant_unused or self.config.promotion_grant_us
+            if team.b >= grant:
                 team.fifo.remove(head)
                 head.exhausted = False
-                head.grant_left = self.config.promotion_grant_us
-                head.promotions += 1
+                head.grant_left = grant
+                head.promotions += not head.grant_unused
+                head.grant_unused = 0
             elif not head.exhausted:
                 head.exhausted = True
                 team.exhausted += 1
@@ -203,34 +223,50 @@ class Reference:
         if others and self.theta != math.inf:
             team.D = Fraction(max(team.D, max(others) - 2 * (self.theta + 2 * self.u)))
 
-    def take(self, seq_id: int, work_us: int) -> None:
+    def take(self, seq_id: int, work_us: int, cost_us: int | None = None) -> None:
         seq = self.seqs[seq_id]
+        cost = work_us if cost_us is None else cost_us
+        if work_us:
+            self.modelled_now += cost
+            if seq.generated:
+                seq.last_cost = cost
         seq.tried = seq.taken = True
         seq.refused = False
-        seq.team.D += Fraction(seq.team.expected(work_us), seq.team.weight)
+        seq.team.D += Fraction(self.expected(cost), seq.team.weight)
 
     def refuse(self, seq_id: int) -> None:
         seq = self.seqs[seq_id]
         seq.tried = seq.refused = True
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
         total = sum(row.cost_us for row in served)
         largest = max((row.cost_us for row in served), default=0)
         cost = {team.team_id: 0 for team in self.planned}
-        work = dict(cost)
+        decode = dict(cost)
         for row in served:
             cost[self.seqs[row.seq_id].team.team_id] += row.cost_us
-            work[self.seqs[row.seq_id].team.team_id] += row.work_us
-        rows_cost = dict(cost)
+            decode[self.seqs[row.seq_id].team.team_id] += row.cost_us * row.is_decode
+        if self.modelled_now:
+            self.measured += total - (self.measured >> 3)
+            self.modelled += self.modelled_now - (self.modelled >> 3)
         for overhead in overheads:
             if self.teams[overhead.team_id] in self.planned:
                 total += overhead.cost_us
                 cost[overhead.team_id] += overhead.cost_us
             else:
                 self.teams[overhead.team_id].D += Fraction(overhead.cost_us, self.teams[overhead.team_id].weight)
+        stretched = {
+            team_id: us
+            * (time.predicted_us - time.own_us.get(team_id, time.decode_us))
+            // time.own_us.get(team_id, time.decode_us)
+            for team_id, us in decode.items()
+        }
         demand = {
             team.team_id: cost[team.team_id]
-            + sum(max(largest, team.expected(seq.next_work)) for seq in team.seqs if not seq.taken)
+            + stretched[team.team_id]
+            + sum(max(largest, self.expected(seq.last_cost or seq.next_work)) for seq in team.seqs if not seq.taken)
             for team in self.planned
         }
         if total and self.planned:
@@ -253,10 +289,6 @@ class Reference:
             for team in self.planned:
                 if not team.able():
                     team.D = Fraction(max(team.D, floor))
-        for team in self.planned:
-            if any(self.seqs[row.seq_id].team is team for row in served):
-                team.cost_average += rows_cost[team.team_id] - (team.cost_average >> 3)
-                team.work_average += work[team.team_id] - (team.work_average >> 3)
         for row in served:
             self.charge(self.seqs[row.seq_id], row, now_us)
         for row in served:
@@ -270,9 +302,9 @@ class Reference:
         if len(latest) >= self.config.coast_completions_min:
             variation = variation_of(latest)
             if variation < Fraction(self.config.coast_below_percent, 100):
-                team.coasts = True
+                team.is_alike = True
             elif variation > Fraction(self.config.coast_above_percent, 100):
-                team.coasts = False
+                team.is_alike = False
 
     def charge(self, seq: Seq, row: Served, now_us: int) -> None:
         seq.attained += row.work_us
@@ -280,6 +312,7 @@ class Reference:
         if seq in seq.team.fifo:
             seq.team.fifo.remove(seq)
             seq.exhausted = False
+            seq.grant_unused = 0
         is_paid = seq.grant_left > 0
         if is_paid:
             seq.grant_left -= row.work_us

@@ -4,6 +4,7 @@ Checks look from outside wherever they can: plans and results are held against a
 against the measured time, lags are the policy's own exact ones.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from engine.step.scheduler import Scheduler
 from engine.wire.messages import StepDone
 from policies.config import PolicyConfig
 from policies.eg_mlfq import EgMlfq
-from policies.sequences import Overhead, Served, Starving
+from policies.sequences import AS_SERVED, Overhead, Served, Starving, StepTime
 from tests.support.simulation.pressure import Rig
 
 IDS = ("I1", "I2", "I5", "I6", "I12", "I13", "I15", "O17", "O17b", "charges", "crash")
@@ -80,17 +81,45 @@ class WatchedPolicy(EgMlfq):
         self.holder: int | None = None  # of the reservation, when picking began
         self.landed: dict[int, int] = {}  # steps planned when its latest minimum run began
         self._dry_us: dict[int, int] = {}  # cost of others' rows while a team was able and had none
+        self.left_prompts: set[int] = set()  # teams whose prompts had used up their time in this step
+        self.left_new: set[int] = set()  # teams whose new sequences waited for prompts of the team itself
 
     def begin(self, now_us: int) -> list[Starving]:
         self.holder = self._scheduler().memory.reserved_for
+        self.left_prompts, self.left_new = set(), set()
         return super().begin(now_us)
+
+    def leave_prompts(self, team_id: int) -> None:
+        self.left_prompts.add(team_id)
+        scheduler, seq_id = self._scheduler(), self.best()
+        assert seq_id is not None
+        least_us, left_us = time_of_row(scheduler, self, scheduler.sequences[seq_id])
+        if least_us <= left_us:
+            text = f"sequence {seq_id} has {left_us:.0f} us left for a row of {least_us:.0f} us and is left out"
+            self._outcome.violate("I6", f"step {scheduler.num_steps}: {text}")
+        super().leave_prompts(team_id)
+
+    def leave_new(self, team_id: int) -> None:
+        self.left_new.add(team_id)
+        scheduler, seq_id = self._scheduler(), self.best()
+        assert seq_id is not None
+        halves = [one for one in scheduler.sequences.values() if one.memory.is_started and one.is_half]
+        wholes = [*halves, scheduler.sequences[seq_id]]
+        num_blocks = sum(blocks_for(one.num_to_fill, scheduler._config.block_size) for one in wholes)
+        is_own = any(one.request.team_id == team_id for one in halves)
+        if not is_own or num_blocks <= scheduler.memory.device.num_blocks * 3 // 4:
+            text = f"new sequence {seq_id} is held back, with {num_blocks} blocks of half-computed prompts"
+            self._outcome.violate("I6", f"step {scheduler.num_steps}: {text}")
+        super().leave_new(team_id)
 
     def protect(self, seq_id: int, num_steps: int) -> None:
         if num_steps > self._sequences[seq_id].min_run_left:
             self.landed[seq_id] = self._scheduler().num_steps
         super().protect(seq_id, num_steps)
 
-    def settle(self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = ()) -> None:
+    def settle(
+        self, served: Sequence[Served], now_us: int, overheads: Sequence[Overhead] = (), time: StepTime = AS_SERVED
+    ) -> None:
         costs: dict[int, int] = {}
         for row in served:
             team_id = self._sequences[row.seq_id].team.team_id
@@ -101,7 +130,7 @@ class WatchedPolicy(EgMlfq):
         row_us = max((row.cost_us for row in served), default=0)
         billed_us = max((overhead.cost_us for overhead in overheads), default=0)
         self._outcome.largest_us = max(self._outcome.largest_us, row_us + billed_us)
-        super().settle(served, now_us, overheads)
+        super().settle(served, now_us, overheads, time)
         self._look_at_lags(costs, costs.keys() | {overhead.team_id for overhead in overheads})
 
     def _look_at_lags(self, costs: dict[int, int], served: set[int]) -> None:
@@ -128,6 +157,77 @@ class WatchedPolicy(EgMlfq):
         outcome.lockout_of_bound = max(outcome.lockout_of_bound, part)
         if part > 1:
             outcome.violate("O17b", f"step {self._scheduler().num_steps}: an able team had no row for {longest_us} us")
+
+
+def time_of_row(scheduler: Scheduler, policy: EgMlfq, sequence: BatchSequence) -> tuple[float, float]:
+    """What the least row of prompt would take that `sequence` may have now, and what is left for it in the step that is
+    being picked: by the formula of `policies.prompt_time`, from the rows that were taken, with fractions. Microseconds.
+    """
+    config, profile, timer = scheduler._config, scheduler._profile, scheduler._timer
+    team_id, start, size = sequence.request.team_id, sequence.num_computed, config.block_size
+    taken = list(zip(timer._rows, timer._sequences, timer._marginals_us, strict=True))
+    rows: list[tuple[int, float]] = []  # team and time of those that get a token
+    prompts_us, all_us = 0.0, 0.0
+    for row, one, us in taken:
+        all_us += us
+        is_replay = row.start < one.memory.replay_to
+        if row.is_decode or (row.samples and not is_replay and one.request.team_id != team_id):
+            rows.append((one.request.team_id, us))
+        if not row.is_decode and not is_replay and one.request.team_id == team_id:
+            prompts_us += us
+    running = {row.seq_id for row, _, _ in taken}
+    expected = [
+        one
+        for one in timer._ran_last
+        if one.status in (Status.RUNNING, Status.PAUSED)
+        and one.seq_id not in running
+        and one.output_token_ids
+        and one.num_computed >= one.memory.replay_to
+    ]
+    slots_left = config.max_batch_size - len(taken) - 1  # one is for the row itself
+    for one in expected[:slots_left]:
+        us = profile.decode_marginal_us(one.num_computed + 1)
+        rows.append((one.request.team_id, us))
+        all_us += us
+    parts: dict[int, float] = {}
+    for other, us in rows:
+        parts[other] = parts.get(other, 0.0) + us + profile.fixed_us / len(rows)
+    step_us = sum(parts.values())
+    parts.pop(team_id, None)
+    teams = policy._meter.teams
+    left_us = math.inf
+    if parts:
+        weight, widths = teams[team_id].weight, policy._meter.widths
+        assert widths is not None
+        # F has what the others leave of the step at the level at which all of it is used.
+        level = max(
+            (step_us - sum(part for part in parts.values()) + sum(parts[t] for t in high))
+            / (weight + sum(teams[t].weight for t in high))
+            for high in _highest(parts, {t: teams[t].weight for t in parts})
+        )
+        own_us = weight * level
+        lags = {t: teams[t].lag - teams[t].provisional for t in (*parts, team_id)}
+        ahead = (min(lags[t] for t in parts) + widths.theta - lags[team_id]) / teams[team_id].unit
+        left_us = max(0.0, step_us * own_us / (step_us - own_us) + ahead) - prompts_us
+    # As much for rounding: rows and parts are whole microseconds, and a team has at most four times another's weight.
+    left_us -= 5 * (len(rows) + len(parts) + 5)
+    cap_us = timer._step_us_max - profile.fixed_us - all_us - len(rows) - 5
+    prompt_len, chunk = len(sequence.request.prompt_token_ids), config.prefill_chunk_tokens
+    tokens_left = config.max_batch_tokens - sum(len(row.token_ids) for row, _, _ in taken)
+    end = min(prompt_len, (start // chunk + 1) * chunk, start + tokens_left)
+    worth = math.ceil(profile.fixed_us / profile.prefill_token_us)
+    block = size - start % size
+    least = min(end - start, max(block, size, worth))
+    row_us = profile.prefill_marginal_us(start, least)
+    if not any(not row.is_decode for row, _, _ in taken):
+        cap_us = max(cap_us, profile.prefill_marginal_us(start, block))
+    return row_us, min(left_us, cap_us)
+
+
+def _highest(parts: dict[int, float], weights: dict[int, int]) -> list[list[int]]:
+    """The teams by demand over weight, the most demanding 0, 1, 2 and so on of them."""
+    order = sorted(parts, key=lambda team: -parts[team] / weights[team])
+    return [order[:count] for count in range(len(order) + 1)]
 
 
 class ShadowRunner:
@@ -242,6 +342,11 @@ class ShadowRunner:
         has_holder_changed = scheduler.memory.reserved_for != self._policy.holder
         for sequence in scheduler.sequences.values():
             if sequence.seq_id in ran:
+                continue
+            team_id = sequence.request.team_id
+            if team_id in self._policy.left_prompts and not sequence.output_token_ids:
+                continue
+            if team_id in self._policy.left_new and not sequence.memory.is_started:
                 continue
             if sequence.status is Status.PAUSED:
                 missing = blocks_for(self._next_end(sequence), self._size) - len(sequence.memory.table.blocks)

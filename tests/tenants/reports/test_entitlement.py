@@ -59,7 +59,7 @@ class Live:
 
 @dataclass
 class Account:
-    """One team as the test sees it: its cost for a microsecond of work, from its latest steps."""
+    """Cost for a microsecond of work as the test sees it, from the latest steps of all teams."""
 
     cost_average: int = 1
     work_average: int = 1
@@ -92,7 +92,7 @@ class Run:
         self.policy.configure([TeamTerms(team_id, weight=weight) for team_id, weight in weights.items()], 0)
         self.sampler = ServiceSampler(self.policy, 0)
         self.live: dict[int, Live] = {}
-        self.accounts = {team_id: Account() for team_id in weights}
+        self.account = Account()
         self.now_us = 0
         self.num_arrived = 0
         self.second = Second()
@@ -167,9 +167,9 @@ class Run:
         for row in served:
             cost[planned[row.seq_id].team_id] += row.cost_us
             work[planned[row.seq_id].team_id] += row.work_us
-        own = cost.copy()  # without what it pays for copies, which no step of its own costs
         for one in overheads:
             cost[one.team_id] += one.cost_us
+        self.account.learn(sum(row.cost_us for row in served), sum(work.values()))
         for team_id in active:
             left_out = [
                 live
@@ -178,16 +178,13 @@ class Run:
             ]
             if left_out:
                 second.backlogged.add(team_id)
-            account = self.accounts[team_id]
-            demand[team_id] = cost[team_id] + sum(max(largest, account.expected(live.next_work)) for live in left_out)
+            expected = self.account.expected
+            demand[team_id] = cost[team_id] + sum(max(largest, expected(live.next_work)) for live in left_out)
             second.served[team_id] += cost[team_id]
         entitled = water_fill(sum(cost.values()), demand, {team_id: self.weights[team_id] for team_id in active})
         for team_id, part in entitled.items():
             second.entitled[team_id] += part
             self.num_satisfied += part == demand[team_id] > cost[team_id]
-        for team_id in active:
-            if own[team_id]:
-                self.accounts[team_id].learn(own[team_id], work[team_id])
 
 
 def test_the_water_level_of_known_cases() -> None:

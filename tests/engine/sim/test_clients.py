@@ -69,7 +69,7 @@ def test_when_a_window_is_given_only_its_steps_count() -> None:
 
 def test_when_prompts_are_cut_or_left_their_tokens_count_once() -> None:
     tallies = contest(
-        at_once("a", 3, Ask(500, 1)), at_once("b", 1, Ask(40, 3, leave_after_us=30 * MS)), max_batch_tokens=64
+        at_once("a", 3, Ask(500, 1)), at_once("b", 1, Ask(40, 3, leave_after_us=90 * MS)), max_batch_tokens=64
     ).run()
     assert tallies["a"].prompt_tokens == 1500
     assert tallies["b"].prompt_tokens == 40

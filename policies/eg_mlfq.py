@@ -151,8 +151,9 @@ class EgMlfq(MeteredPolicy):
         if widths is None or not rivals:
             return None
         least = min([rival.lag - rival.provisional for rival, _ in rivals])
-        slack = (least + widths.theta - team.lag + team.provisional) // team.unit
-        limit_us = max(0, slack + even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals]))
+        behind = least + widths.theta - team.lag + team.provisional
+        even_us = even_prompt_us(step_us, team.weight, [(r.weight, part_us) for r, part_us in rivals])
+        limit_us = max(0, behind // team.unit + even_us)
         head = self._eligible[0][3]
         # What a grant gives is bounded by the budget, and the gate lets the team run. If other rows of the team could
         # hold its lag at the limit for good, a granted prompt would wait for them.

@@ -4,8 +4,8 @@ A sequence *starves* when its last step ended at least its team's `starving_afte
 promotion queue, first in, first out. The head gets a *grant* of G as soon as the team's *budget* b holds that much and
 no other grant of the team is open. With a grant it stands in lane P, above level 0, until it has done G of work there,
 its steps there have taken 4 G, or it ends; then it is back at its level and place, with its quantum as it was. The
-limit in time keeps the next in the queue from waiting for eight decode steps that long prompts of others fill. Any step, also one it got without a grant,
-takes it off the queue and starts its wait anew.
+limit in time keeps the next in the queue from waiting for eight decode steps that long prompts of others fill. Any
+step, also one it got without a grant, takes it off the queue and starts its wait anew.
 
 A budget is a token bucket of work. It refills at rho = eta * weight / (sum of configured weights), in work-microseconds
 per microsecond, up to sigma = `promotion_burst_grants` * G, and pays the work really done in lane P. A step cannot be

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from policies.bounds import Widths, exact_widths, lag_bound, make_widths, pause_bound_us
+from policies.bounds import Widths, exact_widths, lag_bound, make_widths, pause_bound_us, pause_terms
 from policies.config import PolicyConfig
 from policies.lag import LagMeter
 from policies.sequences import TeamTerms
@@ -183,21 +183,42 @@ def test_when_blocks_are_short_the_lag_bound_is_twice_as_wide() -> None:
     assert lag_bound(replace(CONFIG, is_gated=False), WEIGHTS, is_short=True) is None
 
 
-def test_the_pause_bound_is_the_sum_of_its_five_terms() -> None:
-    """alpha + 240,000 * 6 / 1 + 2 * 170,000 * 7 / 0.2 + (10 grants + a step) / 0.8 + the upload."""
-    assert pause_bound_us(CONFIG, TABLE, 3, 1, 5) == 3_000_000 + 1_440_000 + 11_900_000 + 1_337_500 + 5
+def test_the_pause_bound_is_the_sum_of_its_six_terms() -> None:
+    """alpha + 240,000 * 6 / 1 + 2 * 170,000 * 7 / 0.2 + (10 grants + a step) / 0.8 + the upload + two longest steps."""
+    assert pause_bound_us(CONFIG, TABLE, 3, 1, 5) == 3_000_000 + 1_440_000 + 11_900_000 + 1_337_500 + 5 + 140_000
+    longer = replace(CONFIG, step_us_max=400_000)
+    assert pause_bound_us(longer, TABLE, 3, 1, 5) == 3_000_000 + 1_440_000 + 11_900_000 + 1_337_500 + 5 + 800_000
+
+
+def test_when_the_budget_holds_more_the_pause_bound_is_less() -> None:
+    """Two grants go before and one is not used up: 2 * 170,000 - 40,000 of work, and a grant; the budget has 150,000.
+    With a full budget the team's share serves what goes before, 300,000 * 7.
+    """
+    terms = pause_terms(CONFIG, TABLE, 3, 5)
+    assert terms is not None
+    base_us = 3_000_000 + 1_440_000 + 1_337_500 + 5 + 140_000
+    assert terms.bound_us(2, 160_000, 150_000) == base_us + (300_000 + 100_000 - 150_000) * 35
+    assert terms.bound_us(2, 160_000, 400_000) == base_us + 300_000 * 7
+
+
+def test_when_grants_run_beside_long_prompts_each_takes_its_time() -> None:
+    """Of the fastest team: ten grants before, all paid. Each ends after 4 G and a step."""
+    terms = pause_terms(CONFIG, TABLE, 1, 0)
+    assert terms is not None
+    served_us = -(-10 * 170_000 * 7 // 4)
+    assert terms.bound_us(10, None, 10**9) - terms.bound_us(0, None, 10**9) == max(served_us, 10 * 470_000)
 
 
 def test_when_swapping_takes_half_the_device_two_terms_double() -> None:
     """The lag bound is twice as wide beside, for blocks are short."""
     found = pause_bound_us(CONFIG, TABLE, 3, 1, 5, is_short=True, rate_percent=50)
-    assert found == 3_000_000 + 4 * 1_440_000 + 11_900_000 + 2 * 1_337_500 + 5
+    assert found == 3_000_000 + 4 * 1_440_000 + 11_900_000 + 2 * 1_337_500 + 5 + 140_000
 
 
 def test_when_a_term_is_no_whole_number_it_is_rounded_up() -> None:
     """170,000 * 7 / 0.3 is 3,966,666.7 and 1,070,000 / 0.7 is 1,528,571.4."""
     found = pause_bound_us(replace(CONFIG, promotion_percent=30), TABLE, 3, 0, 0)
-    assert found == 3_000_000 + 1_440_000 + 3_966_667 + 1_528_572
+    assert found == 3_000_000 + 1_440_000 + 3_966_667 + 1_528_572 + 140_000
 
 
 def test_when_nothing_is_promised_the_pause_bound_is_zero() -> None:

@@ -13,8 +13,10 @@ def test_constants_from_the_profile() -> None:
     config = from_profile(PROFILE, levels=8, fairness_window_us=1_000_000, chunk_tokens=256, context_len=8192)
     decode = PROFILE.decode_work_us(512)
     assert decode == 24_000 + 900 + 512
-    assert config.quanta() == tuple(2 * decode * 2**k for k in range(7))
-    assert config.quantum_cost_us == 2 * decode
+    prompt = PROFILE.prefill_work_us(0, 128)
+    assert prompt > 2 * decode, "of a chat's prompt and of two decode steps the longer one is the first quantum"
+    assert config.quanta() == tuple(prompt * 2**k for k in range(7))
+    assert config.quantum_cost_us == 2 * decode and config.promotion_grant_us == 8 * decode
     assert config.decode_work_us == decode
     assert config.chunk_work_us == PROFILE.prefill_work_us(0, 256)
     # The largest chunk at the end of the largest context.

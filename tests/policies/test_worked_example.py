@@ -212,7 +212,7 @@ def test_the_pause_bound_of_the_page() -> None:
     assert f"= {bound(is_short=True, rate_percent=40):.1f} s. With R = 1 and B = Θ + 2u it is {bound():.1f} s" in TEXT
     band = lag_bound(CONFIG, WEIGHTS, is_short=True)
     assert band is not None
-    terms = [0.3, float(band) / 10**6 * 3 / 0.4, 0.45 / (0.2 * 4 / 7), 2.25 / (0.8 * 0.4)]
+    terms = [0.3, float(band) / 10**6 * 3 / 0.4, 0.45 / (0.2 * 4 / 7), 2.25 / (0.8 * 0.4), 2 * 0.25]
     assert sum(terms) == pytest.approx(bound(is_short=True, rate_percent=40), abs=1e-5)
     assert " + ".join(f"{term:.2f}" for term in terms) in TEXT
     assert f"| {float(band) / 10**6:.3f} s |" in TEXT

@@ -290,7 +290,7 @@ class Reference:
                 if not team.able():
                     team.D = Fraction(max(team.D, floor))
         for row in served:
-            self.charge(self.seqs[row.seq_id], row, now_us)
+            self.charge(self.seqs[row.seq_id], row, now_us, time.predicted_us)
         for row in served:
             if row.has_finished and self.config.coast:
                 self.complete(self.seqs[row.seq_id])
@@ -306,7 +306,7 @@ class Reference:
             elif variation > Fraction(self.config.coast_above_percent, 100):
                 team.is_alike = False
 
-    def charge(self, seq: Seq, row: Served, now_us: int) -> None:
+    def charge(self, seq: Seq, row: Served, now_us: int, step_us: int) -> None:
         seq.attained += row.work_us
         seq.last_service = now_us
         if seq in seq.team.fifo:
@@ -315,7 +315,7 @@ class Reference:
             seq.grant_unused = 0
         is_paid = seq.grant_left > 0
         if is_paid:
-            seq.grant_left -= row.work_us
+            seq.grant_left -= max(row.work_us, step_us // 4)
             seq.team.b -= row.work_us
             seq.team.promoted += row.work_us
         else:

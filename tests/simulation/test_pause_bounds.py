@@ -1,4 +1,4 @@
-"""No episode of starving exceeds its bound (I8) on the engine itself: long prompts beside answers, with room for all KV.
+"""No episode of starving exceeds its bound (I8) on the engine itself: long prompts beside answers, room for all KV.
 
 Unit: the worst gap of an episode over the bound that held when it began.
 """
@@ -11,7 +11,6 @@ import pytest
 from engine.config import EngineConfig
 from engine.sim.clients import SECOND_US, Ask, Client, Contest, Loop, at_once
 from engine.sim.parts import fixed_profile
-from policies.eg_mlfq import EgMlfq
 from policies.tiers import DEFAULT_TIERS, Tier
 
 GIB = 2**30

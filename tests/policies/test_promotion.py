@@ -238,7 +238,7 @@ def test_reloads_change_rate_and_burst() -> None:
 
 @pytest.mark.case("I8")
 def test_the_bound_by_hand() -> None:
-    """alpha 10 + (Theta 3 + 2 * 4 / 1) * (6 - 2) + (2 + 1) * (5 + 4) / (0.2 * 2 / 6) + (3 * 2 * 5 + 4) / 0.8 + 7 + 8."""
+    """10 + (Theta 3 + 2 * 4 / 1) * (6 - 2) + (2 + 1) * (5 + 4) / (0.2 * 2 / 6) + (3 * 2 * 5 + 4) / 0.8 + 7 + 2 * 4."""
     settings = PolicyConfig(theta_us=3, step_cost_max_us=4, grant_us=5, promotion_percent=20)
     table = [TeamTerms(team, weight, 0, 10, 2) for team, weight in ((1, 2), (2, 1), (3, 3))]
     assert pause_bound_us(settings, table, 1, num_ahead=2, upload_us=7) == 10 + 44 + 405 + 43 + 7 + 8

@@ -162,6 +162,30 @@ def note_left(policy: Any, left: set[int]) -> None:
     policy.begin, policy.leave_prompts, policy.leave_new = begin, note(policy.leave_prompts), note(policy.leave_new)
 
 
+def gives_way(engine: Engine, seq_id: int, scenario: Scenario, plan: StepPlan) -> bool:
+    """As the step was begun, a new sequence would have taken its team beyond its share of the blocks, and another team
+    had a new one within its own. (Who is less served, `tests.engine.memory.test_starts` works out.)
+    """
+    live = engine.scheduler.sequences
+    fresh = {row.seq_id for row in plan.rows if row.start == 0}
+    claimed = dict.fromkeys((sequence.request.team_id for sequence in live.values()), 0)
+    new: dict[int, list[int]] = {team_id: [] for team_id in claimed}
+    for sequence in live.values():
+        team_id, num_blocks = sequence.request.team_id, sequence.memory.num_blocks_max
+        if sequence.status is Status.WAITING or sequence.seq_id in fresh:
+            new[team_id].append(num_blocks)
+        else:
+            claimed[team_id] += num_blocks
+    total = sum(scenario.weights[team_id] for team_id in claimed)
+
+    def is_beyond(team_id: int, num_blocks: int) -> bool:
+        return (claimed[team_id] + num_blocks) * total > scenario.blocks * scenario.weights[team_id]
+
+    own = live[seq_id].request.team_id
+    others = [line for team_id, line in new.items() if line and team_id != own and not is_beyond(team_id, line[0])]
+    return is_beyond(own, live[seq_id].memory.num_blocks_max) and bool(others)
+
+
 def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, left: set[int]) -> None:
     """I6: with a slot and tokens left, whoever is left out is new and does not fit beside the reservation, or is a
     prompt that was passed over. (That its time was used up, `tests.support.simulation.pressure_checks` works out.)
@@ -176,6 +200,8 @@ def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, 
         if sequence.seq_id in ran or (sequence.request.team_id in left and not sequence.output_token_ids):
             continue
         assert sequence.status is Status.WAITING, f"{sequence.seq_id} is resident and was left out"
+        if scenario.policy == "eg-mlfq" and gives_way(engine, sequence.seq_id, scenario, plan):
+            continue
         is_other = holder is not None and holder != sequence.seq_id
         held = scheduler.sequences[holder].memory.num_blocks_max if is_other else 0
         assert committed + held + sequence.memory.num_blocks_max > scenario.blocks, f"{sequence.seq_id} fits"

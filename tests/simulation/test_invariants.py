@@ -92,6 +92,7 @@ class CheckingRunner:
     mid_step: Callable[[], None] = lambda: None
     plan: StepPlan | None = None
     left: set[int] = field(default_factory=set)  # teams whose prompts were passed over
+    holders: list[int | None] = field(default_factory=list)  # of the reservation, as each step was begun
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plan = plan
@@ -141,15 +142,16 @@ def build(scenario: Scenario) -> tuple[Engine, CheckingRunner]:
         max_batch_tokens=scenario.budget,
         prefill_chunk_tokens=scenario.chunk,
     )
-    note_left(engine.policy, runner.left)
+    note_left(engine.policy, runner.left, lambda: runner.holders.append(engine.scheduler.memory.reserved_for))
     return engine, runner
 
 
-def note_left(policy: Any, left: set[int]) -> None:
+def note_left(policy: Any, left: set[int], note_begin: Callable[[], None]) -> None:
     """Keep in `left` the teams whose prompts were passed over in the latest step: for time, or for their own team's."""
 
     def begin(now_us: int, call: Callable[[int], list[Starving]] = policy.begin) -> list[Starving]:
         left.clear()
+        note_begin()
         return call(now_us)
 
     def note(call: Callable[[int], None]) -> Callable[[int], None]:
@@ -186,7 +188,7 @@ def gives_way(engine: Engine, seq_id: int, scenario: Scenario, plan: StepPlan) -
     return is_beyond(own, live[seq_id].memory.num_blocks_max) and bool(others)
 
 
-def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, left: set[int]) -> None:
+def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, runner: CheckingRunner) -> None:
     """I6: with a slot and tokens left, whoever is left out is new and does not fit beside the reservation, or is a
     prompt that was passed over. (That its time was used up, `tests.support.simulation.pressure_checks` works out.)
     """
@@ -195,9 +197,11 @@ def check_work_conservation(engine: Engine, scenario: Scenario, plan: StepPlan, 
     scheduler = engine.scheduler
     ran = {row.seq_id for row in plan.rows}
     holder = scheduler.memory.reserved_for
+    if holder != runner.holders[-1]:
+        return  # some were tried beside another holder
     committed = sum(s.memory.num_blocks_max for s in scheduler.sequences.values() if s.status is not Status.WAITING)
     for sequence in scheduler.sequences.values():
-        if sequence.seq_id in ran or (sequence.request.team_id in left and not sequence.output_token_ids):
+        if sequence.seq_id in ran or (sequence.request.team_id in runner.left and not sequence.output_token_ids):
             continue
         assert sequence.status is Status.WAITING, f"{sequence.seq_id} is resident and was left out"
         if scenario.policy == "eg-mlfq" and gives_way(engine, sequence.seq_id, scenario, plan):
@@ -265,7 +269,7 @@ def play(scenario: Scenario) -> list[StepDone]:
             assert spent == message.duration_us, "the charges of a step sum to its time"
             charged |= {name: event.device_us for name, event in events.items()}
             if runner.plan is not None and not message.finished:
-                check_work_conservation(engine, scenario, runner.plan, runner.left)
+                check_work_conservation(engine, scenario, runner.plan, runner)
             for finished in message.finished:
                 assert finished.request_id not in ended, "ended twice"
                 ended[finished.request_id] = finished.reason

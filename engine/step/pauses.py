@@ -4,7 +4,7 @@ A pause is what a reader of the stream sees: the gap between the ends of two ste
 its arrival to the end of its first step. When the policy says that a sequence begins to starve (`policies.promotion`),
 an *episode* begins, and its bound is worked out from what goes before the sequence and from its team's budget. The
 sequence's next step ends the episode. Then its gap is held against its own bound, and the worst ratio is kept for the
-request and for the team: one long gap with a short bound shows beside another one whose bound was long.
+request: one long gap with a short bound shows beside another one whose bound was long.
 
 Two bounds are worked out at the beginning of an episode. The wider one counts when KV memory was short at any time in
 the episode: it has the wide band between lags, the rate that swapping leaves, and the way back of the KV.
@@ -21,9 +21,7 @@ _NEVER = -1
 
 
 class Pauses:
-    """Judges pauses. Owns each team's longest and worst pause since the last look, and the bounds under the table of
-    teams.
-    """
+    """Judges pauses. Owns each team's longest pause since the last look, and the bounds under the table of teams."""
 
     def __init__(self, config: PolicyConfig | None, upload_us: int, rate_percent: int = 100) -> None:
         """`config` None: the policy promises nothing. `upload_us` is the way back of the largest sequence's KV,
@@ -39,7 +37,6 @@ class Pauses:
         self._short_us = _NEVER  # when KV memory was short last
         self._is_short = False  # now
         self._longest_us: dict[int, int] = {}  # by team
-        self._worst: dict[int, float] = {}  # by team
 
     def configure(self, teams: Iterable[TeamTerms]) -> None:
         """The table of teams is this from now on."""
@@ -99,12 +96,9 @@ class Pauses:
                 self._judge(sequence, gap_us, terms.bound_us(0))
 
     def _judge(self, sequence: Sequence, gap_us: int, bound_us: int) -> None:
-        pause, team_id = sequence.pause, sequence.request.team_id
-        of_bound = gap_us / bound_us
+        pause = sequence.pause
         pause.bound_us = max(pause.bound_us, bound_us)
-        pause.of_bound = max(pause.of_bound, of_bound)
-        if of_bound > self._worst.get(team_id, 0.0):
-            self._worst[team_id] = of_bound
+        pause.of_bound = max(pause.of_bound, gap_us / bound_us)
 
     def _find(self, team_id: int, is_short: bool) -> PauseTerms | None:
         """What bounds the pauses of a team; None when nothing does."""
@@ -122,9 +116,4 @@ class Pauses:
     def take_longest_us(self) -> dict[int, int]:
         """By team, the longest pause that ended since the last call."""
         taken, self._longest_us = self._longest_us, {}
-        return taken
-
-    def take_worst(self) -> dict[int, float]:
-        """By team, the worst gap / bound of the episodes that ended since the last call."""
-        taken, self._worst = self._worst, {}
         return taken

@@ -22,7 +22,6 @@ from tests.support.policies.driver import UNIT, Driver, config
 MIB = 2**20
 TIERS = {tier.name: tier for tier in DEFAULT_TIERS}
 SILVER = TIERS["silver"]
-fails_today = pytest.mark.xfail(strict=True, raises=AssertionError, reason="E")
 
 
 def contest(clients: list[Client], *, tiers: dict[str, str] | None = None, **settings: int) -> Contest:
@@ -230,18 +229,9 @@ FAST = [  # attack, honest team, slots, KV memory
 ]
 
 
-# The one cell that misses the goal of 1.25 (benchmarks/README.md): the pool holds two prompts of 4,000 tokens.
-HARDEST, HARD_ATTACK, HARDEST_LIMIT = ("queue", 16, 360 * MIB), "long-prompts", 1.3
-
-
 def over_limits(losses: list[Loss]) -> dict[str, tuple[float, float]]:
     """Attacks that cost more than the limits: device time and weighed tokens."""
-    over = {loss.attack: (round(loss.device, 3), round(loss.work, 3)) for loss in losses if not loss.is_within}
-    setting = losses[0].setting
-    place = setting.honest, setting.config.max_batch_size, setting.config.kv_memory_bytes
-    if place == HARDEST and over.get(HARD_ATTACK, (9.0, 9.0))[1] <= HARDEST_LIMIT:
-        del over[HARD_ATTACK]
-    return over
+    return {loss.attack: (round(loss.device, 3), round(loss.work, 3)) for loss in losses if not loss.is_within}
 
 
 @pytest.mark.case("O24")

@@ -161,7 +161,7 @@ def test_the_scheduler_swaps_and_no_token_changes(small: RecordingRunner, name: 
     assert engine.run(jobs) == alone
     ended = engine.finished.values()
     assert all(f.reason == "length" and f.num_recomputes == 0 for f in ended)
-    assert sum(f.num_swaps for f in ended) >= engine.runner.num_in >= 60
+    assert sum(f.num_swaps for f in ended) >= engine.runner.num_in >= 50
 
 
 @pytest.mark.case("I12")

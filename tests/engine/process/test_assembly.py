@@ -78,4 +78,4 @@ def test_the_constants_are_those_of_settings_and_profile() -> None:
     assert (found.levels, found.fairness_window_us, found.promotion_percent) == (3, 250_000, 11)
     assert not found.coast
     assert found.step_cost_max_us == 100 + 32 * 10, "a chunk is never more than a step's tokens"
-    assert found.base_quantum_us == 2 * (100 + 20)
+    assert found.theta_cost_us == 2 * (100 + 20) and found.base_quantum_us == 100 + 10 * 128

@@ -30,7 +30,7 @@ def test_when_requests_starve_each_has_a_bound_and_keeps_it() -> None:
     assert all(f.longest_pause_us <= 5000 + 2000 for f in finished.values() if not f.pause_bound_us)
 
 
-def test_when_one_gap_breaks_its_bound_a_longer_bound_does_not_hide_it() -> None:
+def test_when_a_gap_breaks_its_bound_no_longer_one_hides_it() -> None:
     """Two episodes: 40 ms where more was promised, then 4 s more than was promised."""
     constants = PolicyConfig(levels=3, base_quantum_us=2000, fairness_window_us=10_000, step_cost_max_us=1000)
     pauses = Pauses(constants, 0)
@@ -52,7 +52,6 @@ def test_when_one_gap_breaks_its_bound_a_longer_bound_does_not_hide_it() -> None
     pauses.over(sequence, 40_000 + second_us + 4_000_000)
     assert sequence.pause.of_bound == (second_us + 4_000_000) / second_us > 1
     assert sequence.pause.bound_us == promised_us, "the larger bound is shown, and the ratio is not taken from it"
-    assert pauses.take_worst() == {0: sequence.pause.of_bound} and pauses.take_worst() == {}
 
 
 def test_when_blocks_were_short_in_an_episode_the_wide_bound_counts() -> None:

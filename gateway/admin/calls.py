@@ -110,6 +110,10 @@ class AdminCalls:
     def _tier(self, tier: Tier, pauses: MaxPauses | None = None) -> dict[str, Any]:
         return schema.tier_record(tier) | (pauses or self._pauses()).of_tier(tier.name).describe()
 
+    def _moved(self, before: MaxPauses) -> dict[str, Any]:
+        """Whose maximum pause a change has moved: one table of teams bounds everybody's."""
+        return {"max_pause_moves": self._pauses().moved_from(before)}
+
     async def audit(self, request: Request) -> Response:
         text = query_of(request, "limit").get("limit", "100")
         if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 1000):
@@ -125,7 +129,9 @@ class AdminCalls:
         async def create(connection: AsyncConnection, now_us: int) -> Team:
             return await teams.create_team(connection, body.name, body.tier, at_us=now_us, actor=ACTOR)
 
-        return json_response(self._team(await self._write(create)), 201)
+        before = self._pauses()
+        team = await self._write(create)
+        return json_response(self._team(team) | self._moved(before), 201)
 
     async def update_team(self, request: Request) -> Response:
         changes = schema.changes_of(schema.decode(await _body(request), schema.TeamUpdate))
@@ -141,7 +147,9 @@ class AdminCalls:
                 actor=ACTOR,
             )
 
-        return json_response(self._team(await self._write(update)))
+        before = self._pauses()
+        team = await self._write(update)
+        return json_response(self._team(team) | self._moved(before))
 
     async def set_quota(self, request: Request) -> Response:
         limits = schema.decode_object(await _body(request))
@@ -161,7 +169,9 @@ class AdminCalls:
             name = request.path_params["name"]
             return await tiers.update_tier(connection, name, changes, at_us=now_us, actor=ACTOR)
 
-        return json_response(self._tier(await self._write(update)))
+        before = self._pauses()
+        tier = await self._write(update)
+        return json_response(self._tier(tier) | self._moved(before))
 
     async def create_key(self, request: Request) -> Response:
         body = schema.decode(await _body(request), schema.KeyCreate)

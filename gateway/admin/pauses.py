@@ -17,6 +17,7 @@ from policies.config import PolicyConfig
 from policies.sequences import TeamTerms
 from tenants.snapshot import KnownTeam
 
+_EMPTY = "max_pause_empty_queue_seconds"
 NO_ENGINE = "no engine is connected"
 NO_TEAM = "no team has this tier"
 NO_GRANT = "the tier keeps no grant: promotion_burst_grants is 0"
@@ -38,7 +39,7 @@ class MaxPause:
     def describe(self) -> dict[str, float | int | str | None]:
         """As JSON shows it, with times in seconds."""
         return {
-            "max_pause_empty_queue_seconds": None if self.empty_us is None else self.empty_us / 1e6,
+            _EMPTY: None if self.empty_us is None else self.empty_us / 1e6,
             "max_pause_seconds": None if self.full_us is None else self.full_us / 1e6,
             "max_pause_queue": self.queue,
             "max_pause_unknown": self.reason,
@@ -73,6 +74,18 @@ class MaxPauses:
         if not pauses:
             return MaxPause(None, reason=NO_ENGINE if self._hello is None else NO_TEAM)
         return max(pauses, key=lambda pause: (pause.full_us or 0, pause.queue or 0))
+
+    def moved_from(self, before: "MaxPauses") -> list[dict[str, float | str | None]]:
+        """Tiers whose teams have another maximum pause than `before`: with an empty queue, in seconds. A tier that had
+        no teams, or has none now, is left out: nobody's pause moves.
+        """
+        names = sorted({team.tier.name for team in self._teams.values()})
+        pairs = [(name, before.of_tier(name), self.of_tier(name)) for name in names]
+        return [
+            {"tier": name, "from_seconds": old.describe()[_EMPTY], "to_seconds": new.describe()[_EMPTY]}
+            for name, old, new in pairs
+            if old.reason != NO_TEAM and old.empty_us != new.empty_us
+        ]
 
     def _compute(self, hello: Hello, terms: TeamTerms, queue: int) -> MaxPause:
         constants = hello.constants

@@ -38,6 +38,17 @@ def _show(record: dict[str, Any], as_json: bool) -> None:
         print_record(_flat(record))
 
 
+def _show_change(record: dict[str, Any], as_json: bool) -> None:
+    """A changed team or tier, and whose maximum pause that moves: also that of teams nobody has touched."""
+    from gateway.reports.format import seconds
+
+    _show(record, as_json)
+    if not as_json:
+        for move in record.get("max_pause_moves", ()):
+            old, new = ("none" if us is None else seconds(us) for us in (move["from_seconds"], move["to_seconds"]))
+            print(f"maximum pause of tier {move['tier']} with an empty queue: {old} -> {new}")
+
+
 def _show_list(answer: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         print_json(answer)
@@ -87,7 +98,7 @@ def team_create(
 ) -> None:
     """Make a team."""
     with reporting(as_json):
-        _show(_call(data_dir, "POST", TEAMS, body={"name": name, "tier": tier}), as_json)
+        _show_change(_call(data_dir, "POST", TEAMS, body={"name": name, "tier": tier}), as_json)
 
 
 @team_app.command("list")
@@ -132,7 +143,7 @@ def team_set(
         body = {field: value for field, value in given.items() if value is not None}
         if not body:
             raise CommandError("give at least one of the options, see --help", EXIT_USAGE, "usage")
-        _show(_call(data_dir, "PATCH", _path(TEAMS, name), body=body), as_json)
+        _show_change(_call(data_dir, "PATCH", _path(TEAMS, name), body=body), as_json)
 
 
 @key_app.command("create")
@@ -235,7 +246,7 @@ def tier_set(
             body["starving_after_ms"] = _milliseconds(starving_after)
         if not body:
             raise CommandError("give at least one of the options, see --help", EXIT_USAGE, "usage")
-        _show(_call(data_dir, "PATCH", _path(TIERS, name), body=body), as_json)
+        _show_change(_call(data_dir, "PATCH", _path(TIERS, name), body=body), as_json)
 
 
 @quota_app.command("show")

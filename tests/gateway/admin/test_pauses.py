@@ -76,6 +76,35 @@ async def test_the_maximum_pause_is_shown_for_teams_and_tiers(state: AdminState,
         assert "promotion_burst_grants is 0" in none_kept["max_pause_unknown"]
 
 
+@pytest.mark.case("U05")
+async def test_a_change_says_whose_maximum_pause_it_moves(state: AdminState, store: Store) -> None:
+    """A new team takes part of everybody's share: also the bound of teams that nobody has touched moves."""
+    await store.team("search", "gold")
+    await store.team("batch", "bronze")
+    await store.holder.reload()
+    greeting = fake_engine.hello(constants=CONSTANTS)
+    async with client_of(replace(state, hello=lambda: greeting)) as client:
+
+        async def bounds() -> dict[str, float | None]:
+            tiers = (await client.get(f"{V1}/tiers")).json()["data"]
+            return {tier["name"]: tier["max_pause_empty_queue_seconds"] for tier in tiers}
+
+        before = await bounds()
+        made = (await client.post(f"{V1}/teams", json={"name": "more", "tier": "gold"})).json()
+        after = await bounds()
+        moves = [{"tier": name, "from_seconds": before[name], "to_seconds": after[name]} for name in ("bronze", "gold")]
+        assert made["max_pause_moves"] == moves
+        assert all(move["to_seconds"] > move["from_seconds"] for move in moves)
+        first = (await client.post(f"{V1}/teams", json={"name": "chat", "tier": "silver"})).json()
+        assert [move["tier"] for move in first["max_pause_moves"]] == ["bronze", "gold"], "nobody was silver before"
+        same = (await client.patch(f"{V1}/tiers/gold", json={"max_queue_seconds": 9})).json()
+        assert same["max_pause_moves"] == []
+        none = (await client.patch(f"{V1}/tiers/bronze", json={"promotion_burst_grants": 0})).json()
+        assert {move["tier"]: move["to_seconds"] for move in none["max_pause_moves"]}["bronze"] is None
+        back = (await client.patch(f"{V1}/teams/more", json={"archived": True})).json()
+        assert {move["tier"] for move in back["max_pause_moves"]} >= {"gold", "silver"}
+
+
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [

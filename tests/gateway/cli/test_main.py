@@ -454,3 +454,24 @@ def test_tiers_are_listed_with_their_maximum_pause(data_dir: Path, monkeypatch: 
     monkeypatch.setattr("gateway.cli.admin._call", lambda *_, **__: known["data"][0])
     shown = run(data_dir, "tier", "show", "gold").stdout
     assert "max_pause_with_an_empty_queue  1.50 s" in shown and "no_max_pause                   -" in shown
+
+
+@pytest.mark.case("U05")
+def test_a_change_says_whose_maximum_pause_it_moves(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ok(data_dir, "team", "create", "search", "--tier", "gold")
+    moves = [
+        {"tier": "bronze", "from_seconds": 9.5, "to_seconds": 12.25},
+        {"tier": "gold", "from_seconds": None, "to_seconds": 1.5},
+    ]
+    answer = made | {"max_pause_moves": moves}
+    monkeypatch.setattr("gateway.cli.admin._call", lambda *_, **__: answer)
+    for change in (
+        ["team", "create", "x"],
+        ["team", "set", "x", "--tier", "gold"],
+        ["tier", "set", "gold", "--weight", "2"],
+    ):
+        lines = run(data_dir, *change).stdout.splitlines()
+        assert lines[-2:] == [
+            "maximum pause of tier bronze with an empty queue: 9.50 s -> 12.2 s",
+            "maximum pause of tier gold with an empty queue: none -> 1.50 s",
+        ]
